@@ -1,4 +1,4 @@
-"""Random adapters in PEFT's format, written without PEFT, and models with the adapters merged in."""
+"""Random adapters in PEFT's format, written without PEFT, and models with merged adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def save_adapter(
     path: Path, model: Any, rank: int, *, targets: Sequence[str] = ALL, seed: int = 0, size: float = 1.0, **config: Any
 ) -> Path:
-    """Write an adapter for a transformers model. `size`: about how large what it adds is beside what is there."""
+    """Write an adapter for a transformers model. `size`: rough ratio of what it adds to the base weights."""
     generator = torch.Generator().manual_seed(seed)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     fields |= config
@@ -45,7 +45,7 @@ def save_adapter(
 
 
 def is_transposed(module: Any) -> bool:
-    """Of GPT-2, whose weights are [in, out]."""
+    """True for GPT-2, whose weights are [in, out]."""
     return type(module).__name__ == "Conv1D"
 
 
@@ -55,8 +55,9 @@ def scale_of(fields: dict[str, Any]) -> float:
 
 
 def merge(model: Any, path: Path) -> Any:
-    """Add what an adapter adds to the weights themselves, in float64. A tied head stays as it was, as in PEFT, and so
-    do the other uses of weights that several modules share."""
+    """Add an adapter's delta to the weights, in float64. A tied head stays unchanged, as in PEFT, and so do other uses
+    of weights that several modules share.
+    """
     from safetensors.torch import load_file
 
     fields = json.loads((path / "adapter_config.json").read_text())

@@ -20,9 +20,9 @@ Change = Callable[[Path], object]
 class Broken:
     name: str
     change: Change
-    """Breaks a copy of a folder that can be served."""
+    """Breaks a copy of a valid folder."""
     says: tuple[str, ...]
-    """What the error must contain."""
+    """Words that the error must contain."""
 
     def make(self, folder: Path) -> Path:
         copy_demo(folder)
@@ -31,7 +31,7 @@ class Broken:
 
 
 def copy_demo(folder: Path) -> Path:
-    """The embedded model; its weights are a link, to save space."""
+    """Copy the embedded model; its weights are a link, to save space."""
     folder.mkdir(parents=True)
     for file in Path(DEMO_MODEL).glob("*.json"):
         shutil.copyfile(file, folder / file.name)
@@ -40,7 +40,7 @@ def copy_demo(folder: Path) -> Path:
 
 
 def set_field(file: str, key: str, value: Any) -> Change:
-    """`value` is put into an object of the file, or for a text taken as JSON source where it begins with @."""
+    """Put `value` into an object of the file; a text that begins with @ is JSON source."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / file).read_text())
@@ -78,7 +78,7 @@ def weights(header: Any, data: bytes = b"", length: int | None = None) -> Change
 
 
 def edit_header(edit: Callable[[dict[str, Any]], object]) -> Change:
-    """The real weights with another header."""
+    """Change the header of the real weights."""
 
     def change(folder: Path) -> None:
         whole = (folder / "model.safetensors").read_bytes()
@@ -113,7 +113,7 @@ WRONG_NUMBERS: dict[str, Any] = {
     "nested": NESTED,
 }
 NOT_EVERYWHERE = {"zero": ("rms_norm_eps",), "billion": ("rope_theta",), "true": (), "fraction": ("rope_theta",)}
-"""Values that are right in some fields."""
+"""Values that are valid in some fields."""
 FLOATS = ("rms_norm_eps", "rope_theta")
 TEXTS = ("model_type", "hidden_act", "torch_dtype", "dtype")
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder")
@@ -201,7 +201,7 @@ def _files() -> list[Broken]:
         found.append(Broken(f"directory-{name}", replace_by(name, os.mkdir), (name,)))
         found.append(Broken(f"dangling-{name}", replace_by(name, lambda path: path.symlink_to("gone")), (name, "link")))
         found.append(Broken(f"device-{name}", replace_by(name, lambda path: path.symlink_to("/dev/zero")), (name,)))
-        if name != "special_tokens_map.json":  # some models have an empty one
+        if name != "special_tokens_map.json":  # some models have an empty file
             found.append(Broken(f"empty-{name}", write(name, b""), (name,)))
         if name.endswith(".json"):
             found.append(Broken(f"list-{name}", write(name, "[]"), (name,)))
@@ -337,7 +337,7 @@ def _bpe(vocab: dict[str, int]) -> dict[str, Any]:
 
 
 def _second_look() -> list[Broken]:
-    """Found by a second attack, with what answers the first one in place."""
+    """Folders of a second attack, made after the first one's faults were fixed."""
     index_name, name, norm = "model.safetensors.index.json", "model.safetensors", "model.norm.weight"
     config = (Path(DEMO_MODEL) / CONFIG).read_bytes()
     named = {f"t{i}": f"s{i}.safetensors" for i in range(100_000)}

@@ -13,26 +13,26 @@ import torch
 
 from tests.made_once import keep_in
 
-# As engine/worker/startup.py does it: oneDNN reads this once, in tests maybe before an engine starts.
+# As in engine/worker/startup.py: oneDNN reads this once, in tests possibly before an engine starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# Tiny models gain nothing from a second thread, and lose much where tests share the cores with servers they started.
+# Tiny models gain nothing from a second thread, and lose much when tests share the cores with their servers.
 torch.set_num_threads(1)
 
-# A shell's background job ignores SIGINT, and would hand that down to the servers that tests end by Ctrl-C. A handler
-# that does nothing is not handed down.
+# A shell's background job ignores SIGINT, and servers that tests end by Ctrl-C would inherit that. A handler that does
+# nothing is not inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
 
 pytest_plugins = ["tests.tiers"]
 
 HELD = 60.0
-"""Seconds after its own timeout at which a test's process is ended: it stands in native code, which hears no signal."""
+"""Seconds after its own timeout at which a test's process is ended, because native code does not handle the signal."""
 _stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Of the tests' own, which have read them by now; servers that tests start would refuse them.
+    # Variables of the tests, which have read them by now; servers that tests start would reject them.
     for name in ("QUIRE_SHARED", "QUIRE_SCHEMATHESIS_EXAMPLES"):
         os.environ.pop(name, None)
     if not torch.cuda.is_available():
@@ -42,14 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class TimedOut(BaseException):
-    """A test exceeded its timeout. Not pytest's Failed: hypothesis would take that for its falsifying error and rerun
-    the example to shrink it, without a timer.
+    """A test exceeded its timeout. Not pytest's Failed: hypothesis would take that for a falsifying error and rerun the
+    example to shrink it, without a timer.
     """
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(settings: Any) -> Generator[None, Any, Any]:
-    """Has pytest-timeout raise TimedOut; where that is not heard, the process ends and says where each thread stood."""
+    """Make pytest-timeout raise TimedOut. If the test does not react, the process ends and prints where each thread
+    stands.
+    """
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
     if settings.method == "signal" and callable(fail):
@@ -82,7 +84,7 @@ def folders_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def kept_rates(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A plan measures this machine once, which takes seconds, and says so: here it has been."""
+    """A plan measures the machine once, which takes seconds, and prints that; here measured rates exist."""
     from quire.server.cli.plan.cpu_rates import machine_key
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path_factory.mktemp("cache")))

@@ -2,7 +2,7 @@
 float64.
 
 `python -m tests.every_class` writes quire/engine/checkpoint/transformers_classes/class_support.toml, which Quire reads,
-and docs/reference/models-table.md. `python -m tests.every_class NAME ...` tries some and prints the results.
+and docs/reference/models-table.md. `python -m tests.every_class NAME ...` tests some models and prints the results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TABLE = ROOT / "docs" / "reference" / "models-table.md"
 _LENGTHS = (1, 7, 33, 50, 90)
 _ANSWER = 6
 _TOLERANCE = 5e-5
-"""Of a log probability, times the deviation of the logits where that is above 1."""
+"""Difference of logprobs, multiplied by the standard deviation of the logits if that is above 1."""
 _STATE = "it keeps a state other than keys and values (a recurrence or a convolution)"
 _INTERFACE = "it does not attend through transformers' attention interface"
 
@@ -50,18 +50,18 @@ _SECTION = "../guides/models.md#transformers-backend"
 
 
 class Wrong(AssertionError):
-    """Served, but with other numbers than transformers'."""
+    """The model is served, but its numbers differ from transformers'."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     kind: str
     by: str
-    """quire, transformers, or "" where it is not served."""
+    """quire, transformers, or "" if the model is not served."""
     reason: str = ""
-    """Why not."""
+    """Why the model is not served."""
     apart: bool = True
-    """Whether a request has the same bits alone and beside others."""
+    """True if a request has the same bits alone and in a batch."""
 
     @property
     def made_by(self) -> str:
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def tried(kind: str, path: Path) -> Outcome:
-    """What comes of a small model of a model_type, written to `path`. Raises Wrong."""
+    """Outcome of a small model of a model_type, written to `path`. Raises Wrong."""
     try:
         made_by = save_tiny_class(path, kind)
     except Exception as error:  # a class says by any what it does not take
@@ -101,7 +101,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _answers(engine: EngineCore) -> dict[str, list[Answer]]:
-    """Of all prompts together, in chunks; of each alone, nothing of it cached; and of all, with prefixes found."""
+    """Answers to all prompts together in chunks, to each alone without cache, and to all with cached prefixes."""
     asked = {"max_tokens": _ANSWER, "logprobs": 3, "prompt_logprobs": 2}
 
     def ask(salt: str, which: Iterable[int], **params: object) -> list[Answer]:
@@ -123,7 +123,7 @@ def _answers(engine: EngineCore) -> dict[str, list[Answer]]:
 
 @torch.inference_mode()
 def _compare(kind: str, prompt: list[int], answer: Answer, reference: PreTrainedModel, first: int) -> None:
-    """Log probabilities of a prompt's tokens, of its answer's, and of the likeliest beside them."""
+    """Compare logprobs of the prompt's tokens, of the answer's tokens, and of the most likely alternatives."""
     ids = torch.tensor([prompt + answer.ids[:-1]])
     positions = {"position_ids": torch.arange(ids.shape[1])[None] + first} if first else {}
     logits = reference(input_ids=ids, use_cache=False, **positions).logits[0].double()
@@ -142,7 +142,7 @@ def _compare(kind: str, prompt: list[int], answer: Answer, reference: PreTrained
 
 
 def _short(error: str) -> str:
-    """A reason without what is the small model's own."""
+    """The reason without details of the small model."""
     if "keeps a state" in error:
         return _STATE
     if "attention interface" in error:
@@ -160,7 +160,7 @@ def _short(error: str) -> str:
 
 
 def outcome(kind: str) -> Outcome:
-    """The same in a folder of its own; what is wrong is not served."""
+    """The outcome of a model_type in a temporary folder; a model with wrong numbers counts as not served."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return tried(kind, Path(folder))
@@ -171,7 +171,7 @@ def outcome(kind: str) -> Outcome:
 
 
 def recorded() -> dict[str, Outcome]:
-    """By model_type, what class_support.toml says."""
+    """Content of class_support.toml by model_type."""
     content = tomllib.loads(TRIED.read_text(encoding="utf-8"))
     by = dict.fromkeys(content["served"], "transformers") | dict.fromkeys(content["by_files"], "quire")
     reasons = {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
@@ -180,7 +180,7 @@ def recorded() -> dict[str, Outcome]:
 
 
 def as_toml(outcomes: Sequence[Outcome]) -> str:
-    """class_support.toml."""
+    """Text of class_support.toml."""
     reasons = defaultdict[str, list[str]](list)
     for each in outcomes:
         if not each.by:
@@ -204,7 +204,7 @@ def _listed(kinds: Iterable[str]) -> str:
 
 
 def as_table(outcomes: Sequence[Outcome]) -> str:
-    """docs/reference/models-table.md."""
+    """Text of docs/reference/models-table.md."""
     ours, theirs = (sum(each.by == by for each in outcomes) for by in ("quire", "transformers"))
     said = (
         f"Quire serves {ours + theirs} of the {len(outcomes)} causal classes of transformers "

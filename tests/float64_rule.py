@@ -60,7 +60,7 @@ _RULES = {"torch_chunk_gated_delta_rule": gated_delta_rule, "mamba2_chunk_scan":
 
 @contextmanager
 def exact_rules(made_by: type[PreTrainedModel]) -> Iterator[None]:
-    """Models of the class compute meanwhile by these, where they have one."""
+    """Models of the class use these rules within the context, if they have one."""
     module = sys.modules[made_by.__module__]
     with ExitStack() as stack:
         for name, rule in _RULES.items():

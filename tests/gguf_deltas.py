@@ -1,4 +1,4 @@
-"""GGUF files of models with gated delta nets, made from transformers' checkpoints like llama.cpp's converter does
+"""GGUF files of models with gated delta nets, made from transformers' checkpoints in the way of llama.cpp's converter
 (Qwen3NextModel, _LinearAttentionVReorderBase and _Qwen35MtpMixin of its conversion/qwen.py).
 """
 
@@ -22,7 +22,7 @@ _WHOLE = ("conv1d", "ffn_gate_inp", "ssm_a", "ssm_beta", "ssm_alpha", "ssm_ba", 
 
 
 def write_delta_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32") -> Path:
-    """The file; and in `folder` the weights that it stands for."""
+    """Write the file, and into `folder` the weights that it represents."""
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("intermediate_size", 512)
     arch, layers = ARCHS[config["model_type"]], config["num_hidden_layers"]
@@ -65,7 +65,7 @@ def write_delta_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32")
 
 
 def _behind(name: str, layers: int) -> str:
-    """A tensor of the layer that guesses tokens as one of the layer behind the model's."""
+    """Name of an MTP tensor as part of the layer after the model's last one."""
     inside = name.removeprefix("mtp.")
     if inside == name:
         return name
@@ -75,7 +75,7 @@ def _behind(name: str, layers: int) -> str:
 
 
 def _nextn(name: str) -> str | None:
-    """What a file calls a tensor that only such a layer has; the package knows it of later versions."""
+    """GGUF name of a tensor that only an MTP layer has; the package knows these names for later versions."""
     stem, _, kind = name.rpartition(".")
     inside = next((each for each in _NEXTN if stem.endswith(f".{each}")), None)
     return None if inside is None else f"blk.{name.split('.')[2]}.nextn.{inside.replace('.', '_')}.{kind}"
@@ -96,7 +96,7 @@ def write_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _of_experts(name: str, tensor: Tensor) -> dict[str, list[Tensor]]:
-    """Views of a checkpoint's tensor, by what it is of each expert."""
+    """Views of a checkpoint's tensor for each expert, by projection."""
     if name.endswith("gate_up_proj"):
         gate, up = tensor.chunk(2, dim=1)
         return {"gate": list(gate), "up": list(up)}
@@ -106,8 +106,9 @@ def _of_experts(name: str, tensor: Tensor) -> dict[str, list[Tensor]]:
 
 
 def _pieces(name: str, tensor: Tensor, config: Mapping[str, Any]) -> list[tuple[str, int, Tensor]]:
-    """What a tensor is in the file: the name that the package knows, and which of its rows (axis 0) or columns, in the
-    file's order."""
+    """Parts of a tensor in the file: the name that the package knows, and the rows (axis 0) or columns in the file's
+    order.
+    """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     key, value, each = config["linear_key_head_dim"], config["linear_value_head_dim"], values // keys
     own = name.replace(".dt_bias", ".dt_proj.bias")

@@ -72,16 +72,16 @@ _EXPERTS = {
     **{"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"},
 }
 TypeOf = Callable[[str], str]
-"""The type in which a matrix is stored, by its GGUF name."""
+"""Storage type of a matrix by its GGUF name."""
 
 
 def stored_name(name: str, model_type: str) -> str:
-    """What llama.cpp calls a checkpoint's tensor: where it is not known here, as its package says."""
+    """GGUF name of a checkpoint's tensor; the package's own table is the fallback."""
     stem, _, kind = name.rpartition(".")
     arch = _ARCHS.get(model_type, model_type)
     if arch in _BY_PACKAGE:
         table = gguf.get_tensor_name_map(next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), 8)
-        if name.endswith(("_correction_bias", "expert_bias")):  # which the converter calls .bias
+        if name.endswith(("_correction_bias", "expert_bias")):  # the converter calls it .bias
             return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         return table.get_name(name, try_suffixes=(".weight", ".bias"))
     if stem in _OUTSIDE:
@@ -99,26 +99,27 @@ def stored_name(name: str, model_type: str) -> str:
 
 
 def permuted(weights: Tensor, heads: int) -> Tensor:
-    """As llama.cpp's converter orders the rows of queries and keys."""
+    """Reorder the rows of queries and keys like llama.cpp's converter."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
 
 
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
-    """By GGUF name, each expert's part of what files have in one tensor: its name in the checkpoint, and the part,
-    which is a view of the checkpoint's tensor."""
+    """By GGUF name of a stacked tensor: each expert's name in the checkpoint and its part, a view of the checkpoint's
+    tensor.
+    """
     found: dict[str, list[tuple[str, Tensor]]] = {}
     by_number = {name: int(match[2]) if (match := _EXPERT.fullmatch(name)) else 0 for name in tensors}
     for name, tensor in sorted(tensors.items(), key=lambda each: by_number[each[0]]):
         if match := _EXPERT.fullmatch(name):
             found.setdefault(f"blk.{match[1]}.{_EXPERTS[match[3]]}.weight", []).append((name, tensor))
-        elif match := re.search(r"(\d+)\.block_sparse_moe\.(in|out)put_linear", name):  # Granite's: halves
+        elif match := re.search(r"(\d+)\.block_sparse_moe\.(in|out)put_linear", name):  # Granite: halves
             halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
             parts = dict(halves) if match[2] == "in" else {"down": tensor}
             found |= {
                 f"blk.{match[1]}.ffn_{part}_exps.weight": [(name, e) for e in each] for part, each in parts.items()
             }
-        elif ".experts." in name:  # gpt-oss', of which gate and up are in turns
+        elif ".experts." in name:  # gpt-oss: gate and up are interleaved
             prefix, kind = f"blk.{name.split('.')[2]}.ffn", "bias" if name.endswith("_bias") else "weight"
             rows = tensor if kind == "bias" else tensor.transpose(1, 2)
             parts = {"down": rows} if "down" in name else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
@@ -127,7 +128,9 @@ def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, list[tuple[str, Ten
 
 
 def quantized(weights: np.ndarray, kind: str) -> np.ndarray:
-    """Rows of blocks. Of types that the package cannot make, random blocks, with scales that keep numbers small."""
+    """Quantize to rows of blocks. Types that the package cannot make become random blocks, with scales that keep
+    numbers small.
+    """
     type_ = gguf.GGMLQuantizationType[kind]
     try:
         return gguf.quants.quantize(weights.astype(np.float32), type_)
@@ -139,7 +142,7 @@ _HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
     **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
 }
-"""Where a block's float16 numbers are."""
+"""Byte offsets of a block's float16 numbers."""
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
@@ -154,8 +157,9 @@ def random_blocks(kind: str, shape: tuple[int, ...], generator: np.random.Genera
 
 
 def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **changed: Any) -> Path:
-    """A checkpoint of transformers as a GGUF file, and in `folder` the weights that the file stands for. changed:
-    fields of config.json that are others here."""
+    """Write a transformers checkpoint as a GGUF file, and into `folder` the weights that the file represents.
+    `changed`: overrides of fields in config.json.
+    """
     config = json.loads((folder / "config.json").read_text())
     config |= changed
     config |= {name: config[other] for other, name in _GPT2.items() if other in config}
@@ -169,7 +173,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config.get("tie_word_embeddings", True):
         tensors.pop("lm_head.weight", None)
-    halves: dict[str, list[str]] = {}  # Granite's shared gate and up, which files have apart
+    halves: dict[str, list[str]] = {}  # Granite's shared gate and up, separate in files
     for name in [name for name in tensors if _JOINED in name]:
         halves[name] = [name.replace(_JOINED, f"mlp.shared_experts.{part}_proj") for part in ("gate", "up")]
         tensors |= dict(zip(halves[name], tensors.pop(name).chunk(2), strict=True))
@@ -213,7 +217,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
 
 
 def add_tensor(writer: Any, stored: str, rows: Tensor, wanted: str) -> Tensor:
-    """Returns the numbers that the file then stands for."""
+    """Add a tensor; return the numbers that the file then represents."""
     if wanted == "F32" or stored.endswith("bias"):
         writer.add_tensor(stored, rows.contiguous().numpy())
         return rows
@@ -225,7 +229,7 @@ def add_tensor(writer: Any, stored: str, rows: Tensor, wanted: str) -> Tensor:
 
 
 def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
-    """The metadata that llama.cpp's converter writes of a config.json."""
+    """Write the metadata that llama.cpp's converter derives from config.json."""
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention") or rope
     writer.add_block_count(config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0))
@@ -283,7 +287,7 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
 
 
 def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """What only some architectures have."""
+    """Write metadata that only some architectures have."""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if arch in _PARTLY_ROTATED:
         writer.add_rope_dimension_count(config.get("rotary_dim") or int(size * rope.get("partial_rotary_factor", 1.0)))
@@ -308,13 +312,14 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
         writer.add_parallel_residual(config["use_parallel_residual"])
     if arch == "exaone4" and config["sliding_window"]:
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
-    if rope.get("alpha"):  # HunYuan's base is stretched in the file
+    if rope.get("alpha"):  # HunYuan's RoPE base is scaled in the file
         writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (size / (size - 2)))
 
 
 def write_latents(writer: Any, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """As llama.cpp's converter writes DeepSeek's since files have two matrices in the place of kv_b_proj; `joined`: as
-    before."""
+    """Write MLA metadata like llama.cpp's converter since files have two matrices instead of kv_b_proj; `joined`: as
+    before that.
+    """
     key, value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
     if config.get("q_lora_rank"):
         writer.add_q_lora_rank(config["q_lora_rank"])
@@ -339,7 +344,7 @@ def write_latents(writer: Any, config: Mapping[str, Any], rope: Mapping[str, Any
 
 
 def write_expansion(writer: Any, name: str, weight: Tensor, config: Mapping[str, Any], type_of: TypeOf) -> Tensor:
-    """kv_b_proj as two matrices. Returns what the file then stands for."""
+    """Write kv_b_proj as two matrices. Returns what the file then represents."""
     nope, value, heads = config["qk_nope_head_dim"], config["v_head_dim"], config["num_attention_heads"]
     keys, values = weight.float().view(heads, nope + value, -1).split((nope, value), dim=1)
     prefix = f"blk.{name.split('.')[2]}"
@@ -351,7 +356,7 @@ def write_expansion(writer: Any, name: str, weight: Tensor, config: Mapping[str,
 
 
 def write_sparse(writer: Any, config: Mapping[str, Any]) -> None:
-    """Of experts."""
+    """Write metadata of experts."""
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
@@ -371,7 +376,9 @@ _DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def write_bytes_tokenizer(writer: Any, vocab_size: int, **roles: int) -> None:
-    """A token per byte behind three special ones; the rest of the vocabulary is unused."""
+    """Write a tokenizer with three special tokens and one token per byte after them; the rest of the vocabulary is
+    unused.
+    """
     tokens = ["<pad>", "<bos>", "<|im_end|>", *BYTES]
     tokens += [f"[PAD{index}]" for index in range(len(tokens), vocab_size)]
     types = [3, 3, 3, *[1] * 256, *[5] * (vocab_size - 259)]
@@ -385,7 +392,7 @@ def write_bytes_tokenizer(writer: Any, vocab_size: int, **roles: int) -> None:
 
 
 def llama3_factors(rope: Mapping[str, float], head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter stores of Llama 3.1's scaling: by how much each frequency is divided."""
+    """Divisor of each frequency, which llama.cpp's converter stores for Llama 3.1's RoPE scaling."""
     found = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)

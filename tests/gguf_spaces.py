@@ -1,5 +1,5 @@
-"""GGUF files of models with state spaces and selective scans, made from transformers' checkpoints like llama.cpp's
-converter does (mamba.py, granite.py, nemotron.py, jamba.py and falcon_h1.py of its conversion/).
+"""GGUF files of models with state spaces and selective scans, made from transformers' checkpoints in the way of
+llama.cpp's converter (mamba.py, granite.py, nemotron.py, jamba.py and falcon_h1.py of its conversion/).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEMOTRON_EXPERT = re.compile(r"backbone\.layers\.(\d+)\.mixer\.experts\.(\d+)\.
 
 
 def write_space_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32") -> Path:
-    """The file; and in `folder` the weights that it stands for."""
+    """Write the file, and into `folder` the weights that it represents."""
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
     arch = "nemotron_h_moe" if kind == "nemotron_h" and "moe" in config["layers_block_type"] else ARCHS.get(kind, kind)
@@ -98,7 +98,7 @@ def _stored(names: Any, name: str, config: Mapping[str, Any]) -> str:
 
 
 def _factor(name: str, config: Mapping[str, Any]) -> Any:
-    """Of a Falcon-H1's weights."""
+    """Multiplier of Falcon-H1's weights."""
     read = config["attention_in_multiplier"]
     by_name = {
         "q_proj": read,
@@ -120,7 +120,7 @@ def _factor(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def write_sizes(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
-    """The metadata that the converter writes of a config.json."""
+    """Write the metadata that the converter derives from config.json."""
     scan, alone = arch in ("mamba", "jamba"), arch in ("mamba", "mamba2")
     hidden, layers = config["hidden_size"], config.get("num_hidden_layers") or len(config["layers_block_type"])
     writer.add_context_length(2**20 if alone or arch == "granitehybrid" else config["max_position_embeddings"])
@@ -156,7 +156,7 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def write_layers(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
-    """Of what stands beside states, or between them."""
+    """Write metadata of sublayers other than the recurrent ones."""
     kinds, heads = _kinds(arch, config), config["num_key_value_heads"]
     attends = [kind in ("full_attention", "hybrid") for kind in kinds]
     writer.add_head_count_kv(heads if all(attends) else [heads * each for each in attends])

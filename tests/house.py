@@ -29,7 +29,7 @@ told torn understood won worn written
 NO_PARTICIPLES = """
 cached embed exceed fused indeed merged nested packed paged proceed quantized scheduled shared signed tied
 """
-"""Words that end in -ed and are none, or are the field's adjective for a kind of thing."""
+"""Words that end in -ed and are not participles, or that are the field's adjective for a kind of thing."""
 VAGUE = frozenset(("asked", "found", "given", "kept", "made", "said", "told"))
 
 
@@ -39,7 +39,7 @@ def is_participle(word: str) -> bool:
 
 
 def definitions(node: ast.AST) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    """Each class and function within, with the name of the class that holds it, or ""."""
+    """Each class and function within, with the name of its class, or ""."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function | ast.ClassDef):
             yield (node.name if isinstance(node, ast.ClassDef) else ""), child
@@ -47,7 +47,7 @@ def definitions(node: ast.AST) -> Iterator[tuple[str, Function | ast.ClassDef]]:
 
 
 def participles() -> Iterator[str]:
-    """Functions whose first word is a past participle: a query and a command look alike."""
+    """Functions whose first word is a past participle: they do not tell a query from a command."""
     for path in our_files():
         for _, node in definitions(tree_of(path)):
             if isinstance(node, Function) and is_participle(node.name.lstrip("_").split("_")[0]):
@@ -55,7 +55,7 @@ def participles() -> Iterator[str]:
 
 
 def shared_names() -> Iterator[str]:
-    """Definitions whose name has two or more others in classes that are not related."""
+    """Definitions whose name has two or more others in unrelated classes."""
     places: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in our_files():
         classes = classes_of(path)
@@ -84,7 +84,7 @@ def methods_of(path: Path, name: str) -> set[str]:
 
 
 def vague_locals() -> Iterator[str]:
-    """Locals and parameters that say only that something was found, made or given."""
+    """Locals and parameters whose name says only that something was found, made or given."""
     for path in our_files():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, Function):
@@ -95,7 +95,7 @@ def vague_locals() -> Iterator[str]:
 
 
 def parameters() -> Iterator[str]:
-    """Functions of more than eight parameters, self not counted."""
+    """Functions of more than eight parameters, without self."""
     for path in our_files():
         for holder, node in definitions(tree_of(path)):
             if isinstance(node, Function):
@@ -118,7 +118,7 @@ def branches() -> Iterator[str]:
 
 
 def branches_of(function: Function) -> int:
-    """Those of functions within count to these alone."""
+    """Branches of nested functions count for these only."""
     count, nodes = 0, list(ast.iter_child_nodes(function))
     while nodes:
         node = nodes.pop()

@@ -15,7 +15,7 @@ def set_clock(
     monotonic: Callable[[], float] | None = None,
     time: Callable[[], float] | None = None,
 ) -> None:
-    """None: as it is."""
+    """None keeps the clock."""
     if monotonic is not None:
         patch.setattr(clock, "monotonic", monotonic)
     if time is not None:

@@ -16,21 +16,24 @@ _folder: Path | None = None
 
 
 def keep_in(folder: Path) -> None:
-    """`folder`: of all processes of this run. Without one, each folder is made anew."""
+    """`folder` is shared by all processes of this run. Without one, each folder is made anew."""
     global _folder
     _folder = folder
 
 
 def made_once(path: Path, make: Callable[[Path], object], *key: Any) -> Path:
-    """Has in `path` what `make(path)` writes there, and PyTorch's random state as it leaves it. `key`: whatever the
-    result depends on; equal keys, by their repr, are the same folder. `path` is a copy that a test may change."""
+    """Put into `path` what `make(path)` writes there, and leave PyTorch's random state as `make` leaves it.
+
+    `key` holds everything that the result depends on; keys with equal reprs give the same folder. `path` is a copy that
+    a test may change.
+    """
     if _folder is None:
         make(path)
         return path
     name = hashlib.sha256(repr(key).encode()).hexdigest()
     original = _folder / name
     if not original.exists():
-        # Made beside and renamed, for another process may be making the same.
+        # Made in a temporary folder and renamed, because another process may be making the same.
         begun = Path(tempfile.mkdtemp(dir=_folder))
         make(begun / "made")
         torch.save(torch.get_rng_state(), begun / "random_state")

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Packed = tuple[dict[str, Tensor], Tensor]
-"""The tensors of a linear by the names behind its own, and the weights, [out, in] float32, that they stand for."""
+"""Tensors of a linear by name suffix, and the weights, [out, in] float32, that they represent."""
 Packer = Callable[[Tensor], Packed]
 
 
 def quantize_checkpoint(
     folder: Path, out: Path, pack: Packer, config: Mapping[str, Any], leave: tuple[str, ...] = ("lm_head",)
 ) -> Path:
-    """Write the model of `folder` with its linears packed, and change `folder` to what they stand for."""
+    """Write the model of `folder` with packed linears, and change `folder` to the weights that they represent."""
     shutil.copytree(folder, out)
     tensors, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -43,7 +43,9 @@ def quantize_checkpoint(
 def rounded(
     weight: Tensor, bits: int, group: int, *, symmetric: bool, groups: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes from 0 on, float16 scales and zero points per group, and what they stand for. groups: of each input."""
+    """Codes from 0, float16 scales and zero points per group, and the weights that they represent. `groups`: group of
+    each input.
+    """
     outs, inner = weight.shape
     groups = torch.arange(inner) // group if groups is None else groups
     count, most = int(groups.max()) + 1, 2**bits - 1
@@ -65,7 +67,7 @@ def rounded(
 
 
 def stream_of(columns: Tensor, bits: int) -> Tensor:
-    """[n, m] codes as [n * bits / 32, m] int32: each column one number of n * bits bits, cut into words."""
+    """[n, m] codes as [n * bits / 32, m] int32: each column is one number of n * bits bits, cut into words."""
     rows = []
     for column in columns.T.tolist():
         whole = sum(int(code) << (bits * at) for at, code in enumerate(column))
@@ -74,7 +76,7 @@ def stream_of(columns: Tensor, bits: int) -> Tensor:
 
 
 def words_of(rows: Tensor, bits: int) -> Tensor:
-    """[n, m] codes as [n, ceil(m * bits / 32)] int32, the rows of `stream_of`, filled up with zeros."""
+    """[n, m] codes as [n, ceil(m * bits / 32)] int32: the rows of `stream_of`, padded with zeros."""
     padded = torch.zeros(-(-rows.shape[1] // 32) * 32, rows.shape[0], dtype=torch.int64)
     padded[: rows.shape[1]] = rows.T
     return stream_of(padded, bits).T[:, : -(-rows.shape[1] * bits // 32)]
@@ -99,7 +101,7 @@ def awq(group: int) -> Packer:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def words(rows: Tensor) -> Tensor:
-        """Half byte i of a word holds output order[i] of its eight."""
+        """Nibble i of a word holds output order[i] of its eight."""
         found = torch.zeros(rows.shape[0], rows.shape[1] // 8, dtype=torch.int64)
         for at, which in enumerate(order):
             found |= rows[:, which::8] << (4 * at)
@@ -167,7 +169,7 @@ FLOATS_OF_4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def float4(group: int) -> Packer:
-    """groups of 32: MXFP4, of 16: NVFP4."""
+    """Group size 32: MXFP4; 16: NVFP4."""
 
     def pack(weight: Tensor) -> Packed:
         outs, inner = weight.shape
@@ -191,7 +193,9 @@ def float4(group: int) -> Packer:
 
 
 def stack_mxfp4(folder: Path, out: Path) -> Path:
-    """Write the gpt-oss of `folder` with its experts in MXFP4, and change `folder` to what they stand for."""
+    """Write the gpt-oss model of `folder` with its experts in MXFP4, and change `folder` to the weights that they
+    represent.
+    """
     shutil.copytree(folder, out)
     tensors, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -1,7 +1,7 @@
 """Writes the generated tables of docs/reference: `python -m tests.reference_docs`; a test compares them.
 
 cli.md has the commands and their flags, settings.md the settings of `quire serve`, http-api.md the routes. Each table
-stands between two comments; the text around them is written by hand.
+is between two comments; the text around them is written by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GeneratedPart:
     text: str
 
     def put_into(self, page: str) -> str:
-        """The page with this part in the place of the one that it has."""
+        """The page with its old part replaced by this one."""
         part = _PART.format(name=self.name, text=self.text)
         found = re.search(rf"<!-- generated: {self.name} -->\n.*?<!-- end -->\n", page, re.DOTALL)
         assert found is not None, f"{self.page} has no place for {self.name}"
@@ -56,7 +56,7 @@ class _ParserFound(Exception):
 
 
 def _find_parser(command: list[str]) -> argparse.ArgumentParser:
-    """The parser that answers --help of a command, which is not printed."""
+    """The parser of a command, found by running --help without output."""
     found: list[argparse.ArgumentParser] = []
 
     def keep(parser: argparse.ArgumentParser, file: object = None) -> None:
@@ -138,7 +138,7 @@ def _value(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """What a value may be, in words; None is what a setting is without one."""
+    """Kinds of values in words; None is the value of an unset setting."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _kinds(get_args(annotation)[0])

@@ -14,7 +14,7 @@ from tests.tree import ROOT
 REFERENCE = ROOT / "docs" / "reference" / "sampling-fields.md"
 PAGE_LIST = ROOT / "quire" / "server" / "web" / "js" / "settings" / "sampling_fields.js"
 MAX_PAGE_NUMBER = 2**53
-"""JavaScript has no larger integers exactly."""
+"""JavaScript has no larger exact integers."""
 
 _REFERENCE_HEAD = """# Sampling fields
 
@@ -62,7 +62,7 @@ def page_list() -> str:
 
 
 def _page_range(row: NamedSamplingField) -> dict[str, float]:
-    """Its bounds as a browser takes them: the lowest is a multiple of the step, from which the browser counts."""
+    """Bounds as a browser takes them: it counts steps from the minimum, so that is a multiple of the step."""
     field = row.field
     assert field.minimum is not None
     assert field.maximum is not None

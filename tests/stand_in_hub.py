@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 LFS = (".gguf", ".safetensors")
-"""Files whose checksum is a SHA-256; those of others are git's."""
+"""Files whose checksum is a SHA-256; other files have git's."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Repo:
     gated: bool = False
     private: bool = False
     readers: tuple[str, ...] = ("reader",)
-    """Tokens that open it where it is gated or private."""
+    """Tokens that may read a gated or private repository."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """By path: the size that is said of a file, where it is another than it has."""
+    """Reported size by path, if it differs from the real one."""
 
     @property
     def commit(self) -> str:
@@ -44,20 +44,20 @@ class Repo:
 class Hub:
     repos: dict[str, Repo] = field(default_factory=dict)
     tokens: tuple[str, ...] = ("reader", "stranger")
-    """Those that the hub knows."""
+    """Tokens that the hub knows."""
     asked: list[str] = field(default_factory=list)
     """Method, path and range of each request."""
     breaks: dict[str, int] = field(default_factory=dict)
-    """By a file's path: after so many bytes its connection is cut, once."""
+    """By a file's path: number of bytes after which its connection is cut, once."""
     wrong: set[str] = field(default_factory=set)
-    """Paths of files that come with other content than their checksum says."""
+    """Paths of files whose content does not match their checksum."""
     without_ranges: bool = False
     status: int | None = None
-    """What every request is answered."""
+    """Status of every answer; None for normal answers."""
     url: str = ""
 
     def downloads(self, path: str) -> list[str]:
-        """The requests for a file's content."""
+        """Requests for a file's content."""
         return [each for each in self.asked if each.startswith("GET") and f"/{path}" in each and "/resolve/" in each]
 
 
@@ -93,13 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization", "").removeprefix("Bearer ") or None
 
     def _repo(self, name: str, revision: str | None) -> Repo | None:
-        """None where the answer is given already."""
+        """None if the answer has been sent already."""
         repo, token = self.server.hub.repos.get(name), self._token
         if token is not None and token not in self.server.hub.tokens:
             self._answer(401, {}, {"X-Error-Message": "Invalid credentials in Authorization header"})
             return None
         if repo is None or (repo.private and token not in repo.readers):
-            # Who shows no token does not learn whether there is such a model.
+            # Without a token, a client does not learn whether the model exists.
             status, code = (401, {}) if token is None else (404, {"X-Error-Code": "RepoNotFound"})
             self._answer(status, {"error": "Repository not found"}, code)
             return None
@@ -181,7 +181,7 @@ def _entry(path: str, repo: Repo) -> dict[str, Any]:
 
 @contextmanager
 def stand_in_hub() -> Iterator[Hub]:
-    """One that listens until the context ends."""
+    """A hub that listens until the context ends."""
     hub = Hub()
     server = _Server(hub)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -197,7 +197,7 @@ def stand_in_hub() -> Iterator[Hub]:
 
 @contextmanager
 def used_here(hub: Hub, cache: Path) -> Iterator[None]:
-    """Let this process' client, which has read its variables long ago, use this hub and this cache."""
+    """Make this process's client, which has already read its variables, use this hub and this cache."""
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patch:
@@ -214,7 +214,7 @@ def used_here(hub: Hub, cache: Path) -> Iterator[None]:
 
 
 def tiny_gguf(name: str = "", arch: str = "llama", size: int = 2**20) -> bytes:
-    """A GGUF file of so many bytes with a short header: one layer, no tokenizer. Other names make other content."""
+    """A GGUF file of `size` bytes with a short header: one layer, no tokenizer. The content depends on the name."""
     numbers = {"embedding_length": 64, "block_count": 1, "attention.head_count": 4, "feed_forward_length": 96}
     numbers |= {"context_length": 128}
     keys = [

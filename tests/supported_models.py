@@ -69,7 +69,7 @@ def content() -> str:
 
 
 def _families(path: Path) -> Iterator[ModelFamily]:
-    """Those that a file describes, in its order."""
+    """Families that a file describes, in its order."""
     module = import_module(f"quire.engine.families.{path.stem}")
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -96,7 +96,7 @@ def _encoder_row(path: Path, families: list[ModelFamily]) -> str:
 
 
 def _models(path: Path) -> str:
-    """What a file says of its models first."""
+    """The module docstring of a file."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split())
     return text.replace("|", r"\|")
 
@@ -106,7 +106,7 @@ def _names(families: list[ModelFamily]) -> str:
 
 
 def _with_images(families: list[ModelFamily]) -> str:
-    """What config.json calls whole models whose text part is of one of these families by itself."""
+    """Model types of multimodal models whose text part is one of these families."""
     texts = {name for each in families for name in each.model_types}
     outer = [(name, find_multimodal_family(name)) for name in multimodal_model_types()]
     found = [name for name, each in outer if each is not None and each.text_model_type in texts]
@@ -124,7 +124,7 @@ def _layers(families: list[ModelFamily]) -> str:
 
 
 def _tiny_specs(family: DecoderFamily) -> list[DecoderSpec]:
-    """Of the first of the tests' tiny models that is of each type; where there is none, of its base's."""
+    """Specs of the first tiny test model of each model type, or of its base family's if there is none."""
     configs = {each["model_type"]: tiny_models.SHAPE | each for each in reversed(tiny_models.FAMILIES.values())}
     specs = [read_decoder_spec(configs[name]) for name in family.model_types if name in configs]
     if not specs and family.base is not None:

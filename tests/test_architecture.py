@@ -1,8 +1,7 @@
-"""The design, enforced: who may import whom, what stays light, how large things may grow.
+"""Enforces the design: allowed imports, imports that load no heavy modules, and limits of size.
 
-server > engine's control half > architecture > engine/common, kernels/parameters > nothing;
-engine_core, engine_builder > worker > models > layers > kernels > kernels/parameters.
-Inside server, engine and kernels the rooms have an order too.
+server > engine's control half > architecture > engine/common, kernels/parameters > nothing; engine_core, engine_builder
+> worker > models > layers > kernels > kernels/parameters. The rooms inside server, engine and kernels are ordered, too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import pytest
 from tests.tree import ROOT, source_files
 
 LINKED = {"server", "engine", "kernels", "configs"}
-"""The folders of quire/ that have links at the top: imported as quire.server and so on, never by these names alone."""
+"""Folders of quire/. They are imported as quire.server and so on, never by these names alone."""
 HEAVY = {"torch", "transformers", "flash_attn", "triton"}
 ADAPTED = "engine.models.transformers_backend"
 
@@ -56,8 +55,9 @@ ALLOWED = {
     "kernels": {"kernels", "parameters"},
     "parameters": {"parameters"},
 }
-"""Parts, and the parts that each may import from. `common` is what both halves of the engine share.
-`control` is all of engine/ that has no part of its own."""
+"""Parts, and the parts that each may import from. `common` is shared by both halves of the engine. `control` is
+everything in engine/ that has no part of its own.
+"""
 SHARED = {
     "quire.engine",
     "quire.engine.checkpoint.transformers_classes",
@@ -91,7 +91,7 @@ SHARED = {
     "quire.engine.text.grammar_compiler",
     "quire.engine.text.tokenizer",
 }
-"""The modules outside of engine/common that both halves use: data and file reading, no decisions."""
+"""Modules outside engine/common that both halves use: data and file reading, no decisions."""
 
 ROOMS = {
     "server": (
@@ -186,7 +186,7 @@ ROOMS = {
         "rates",
     ),
 }
-"""The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""
+"""Rooms (folders, and modules next to them) in order; each may import only from those before it."""
 
 OTHERS_PRIVATE = {
     "os._exit": "ends a process at once, which the standard library has no other name for",
@@ -202,7 +202,7 @@ OTHERS_PRIVATE = {
     "_cuda_releasePool": "than these two",
     "_apply_gate": "transformers', which is a part of its experts' interface",
 }
-"""What begins with _ and is used all the same: an expression, or an attribute of anything."""
+"""Private names that are used nevertheless, with the reason: an expression, or an attribute of any object."""
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 90
@@ -212,7 +212,7 @@ MAX_MODULES = 16
 @cache
 def tree_of(path: Path) -> ast.Module:
     text = (ROOT / path).read_text(encoding="utf-8")
-    # CPython 3.11 raises SystemError if the garbage collector has a traceback logged meanwhile, because that parses too
+    # CPython 3.11 raises SystemError if the garbage collector logs a traceback meanwhile, because logging parses, too
     # (python/cpython#106905).
     gc.disable()
     try:
@@ -223,7 +223,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_are_freed() -> Iterator[None]:
-    """For they are half a gigabyte, which the garbage collector would look through in every later test."""
+    """The trees take half a gigabyte, which the garbage collector would scan in every later test."""
     yield
     tree_of.cache_clear()
 
@@ -234,7 +234,7 @@ class Import:
     line: int
     module: str
     lazy: bool
-    """Inside a function, or for type checkers only."""
+    """True inside a function or under TYPE_CHECKING."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} imports {self.module}"
@@ -250,12 +250,12 @@ def our_files() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """As it is imported: `quire.server.app` for quire/server/app.py."""
+    """Import name: `quire.server.app` for quire/server/app.py."""
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def part_of(module: str) -> str | None:
-    """The key of ALLOWED that a module belongs to; None for what is not the package's."""
+    """Key of ALLOWED for a module; None outside the package."""
     names = module.split(".")
     if names[0] != "quire":
         return None
@@ -269,7 +269,7 @@ def part_of(module: str) -> str | None:
 
 
 def room_of(module: str) -> tuple[str, str] | None:
-    """The key of ROOMS and the room: ("server", "routes") for quire.server.routes.chat."""
+    """Key of ROOMS and room: ("server", "routes") for quire.server.routes.chat."""
     names = module.split(".")
     return (names[1], names[2]) if names[0] == "quire" and len(names) > 2 and names[1] in ROOMS else None
 
@@ -304,7 +304,7 @@ def _for_type_checkers(node: ast.AST) -> bool:
 
 
 def _resolve(base: str, name: str) -> str:
-    """`from quire.engine import errors` imports the module quire.engine.errors, as an import from that module does."""
+    """`from quire.engine import errors` imports quire.engine.errors; other names resolve to the base module."""
     if base.split(".")[0] not in LINKED | {"quire", "tests"}:
         return base
     stem = ROOT / Path(*base.split("."), name)
@@ -316,7 +316,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _literal(node: ast.expr) -> str:
-    """The text of a literal, or what an f-string starts with."""
+    """Text of a literal, or the beginning of an f-string."""
     if isinstance(node, ast.JoinedStr) and node.values:
         node = node.values[0] if isinstance(node.values[0], ast.Constant) else node
     return str(node.value).rstrip(".") if isinstance(node, ast.Constant) else ""
@@ -339,7 +339,7 @@ def test_everything_is_imported_below_the_root() -> None:
 
 @pytest.mark.parametrize("name", ["server", "engine.types"])
 def test_a_folder_is_no_package_of_its_own(name: str) -> None:
-    """Else a program that runs at the root would have each module, and each class, twice."""
+    """Otherwise a program that runs in quire/ would have each module and class twice."""
     ran = subprocess.run(
         [sys.executable, "-c", f"import {name}"], cwd=ROOT / "quire", capture_output=True, text=True, check=False
     )
@@ -348,7 +348,7 @@ def test_a_folder_is_no_package_of_its_own(name: str) -> None:
 
 
 def upward() -> Iterator[str]:
-    """Imports that point up, each with what is allowed there."""
+    """Upward imports, each with the parts that are allowed."""
     for path in our_files():
         part = part_of(module_name(path))
         assert part is not None
@@ -356,7 +356,7 @@ def upward() -> Iterator[str]:
             target = part_of(found.module)
             starts_it = (
                 part == "control" and target in ("engine_core", "engine_core_process", "worker_node") and found.lazy
-            )  # engine/main.py does
+            )  # engine/main.py does so
             if target is not None and not permitted(part, found.module) and not starts_it:
                 below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
                 yield f"{found}: {part} may import from {below} only"
@@ -388,7 +388,7 @@ def test_imports_run_downward() -> None:
 
 @pytest.mark.parametrize("house", ROOMS)
 def test_every_room_has_a_place(house: str) -> None:
-    """So there are no cycles among them. An import for type checkers counts like any other."""
+    """With a complete order there are no cycles among rooms. Imports under TYPE_CHECKING count, too."""
     places = [room_of(module_name(path)) for path in our_files()]
     rooms = {room for place in places if place is not None and place[0] == house for room in place[1:]}
     wrong = [f"{house}/{room} is in ROOMS or on disk, not in both" for room in sorted(rooms ^ {*ROOMS[house]})]
@@ -396,7 +396,7 @@ def test_every_room_has_a_place(house: str) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Directly or by way of others; neither inside a function nor for type checkers."""
+    """Directly or indirectly, including imports inside functions and under TYPE_CHECKING."""
     above = {module_name(path): {found.module for found in imports(path)} - {module_name(path)} for path in our_files()}
     while free := {module for module, found in above.items() if not found & above.keys()}:
         above = {module: found for module, found in above.items() if module not in free}
@@ -438,9 +438,9 @@ def _heavy_imports(path: Path) -> list[str]:
         ("quire", ()),
         ("quire.server.app", ()),
         ("quire.kernels", ()),
-        # before the engine's process is launched, which takes longest
+        # imported before the engine process starts, which takes longest
         ("quire.server.cli.serve", ("fastapi", "starlette", "numpy", "PIL", "prometheus_client", "jinja2")),
-        # again in a process of its own
+        # imported again in another process
         ("quire.server.workers.worker", ("fastapi", "prometheus_client", "zmq", "uvloop", "PIL")),
     ],
 )
@@ -458,9 +458,9 @@ class ClassOfOurs:
     name: str
     file: Path
     bases: tuple[tuple[str, Path | None], ...]
-    """By name, each with the file that it is imported from; None: not one of ours."""
+    """Base names with the file that each is imported from; None for a class outside the package."""
     private: frozenset[str]
-    """Methods and attributes whose names begin with one _."""
+    """Methods and attributes whose names begin with a single underscore."""
     methods: frozenset[str]
 
 
@@ -507,7 +507,7 @@ def of_self(node: ast.Attribute) -> bool:
 
 
 def inherited(of: ClassOfOurs) -> Iterator[ClassOfOurs]:
-    """The classes that it inherits from, near and far, as far as they are ours."""
+    """Direct and indirect base classes within the package."""
     for name, file in of.bases:
         if file is not None and (base := classes_of(file).get(name)) is not None and base is not of:
             yield base
@@ -534,12 +534,13 @@ def test_nothing_private_is_used_in_another_file() -> None:
 
 
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "setitem", "delitem", "patch", "object"}
-"""Functions that set what their second argument names, or their first one alone."""
+"""Functions that set the name in their second argument, or in their only one."""
 
 
 def private_names_set(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines, and the private names of somebody else that are set there: by assignment to an attribute, or by a call as
-    `monkeypatch.setattr`."""
+    """Lines and private names of other objects that are set there, by assignment to an attribute or by a call such as
+    `monkeypatch.setattr`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and not of_self(node):
             names = [node.attr]
@@ -552,7 +553,7 @@ def private_names_set(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_test_sets_a_private_name() -> None:
-    """They hold what the code does, not how: every private name may change without them."""
+    """Tests check what the code does, not how, so every private name may change without breaking them."""
     wrong = [
         f"{path}:{line} sets {name}"
         for path in python_files()
@@ -598,11 +599,11 @@ OF_THE_MACHINE = {
         ("secrets.token_hex", "secrets.randbits", "os.urandom", "uuid.uuid4"), "quire/engine/common/random_source.py"
     ),
 }
-"""What tells the time or draws at random, and the module that is asked instead."""
+"""Functions that read the time or random numbers, and the module to use instead."""
 
 
 def test_the_time_and_chance_come_from_one_place_each() -> None:
-    """So that a simulation of a whole server has them. Commands and device code are no part of one."""
+    """A simulation of a whole server replaces both. Commands and device code are not part of one."""
     wrong = []
     for path in our_files():
         if part_of(module_name(path)) not in ("server", "control", "worker_node") or path.parts[:3] == (
@@ -659,13 +660,13 @@ def test_no_room_outgrows_a_glance() -> None:
 
 
 MANY_OF_ONE_KIND = {Path("quire/engine/families")}
-"""Folders with a file for each of many things of one kind."""
+"""Folders with one file for each of many things of one kind."""
 MAX_IMPORTS = 20
 KNOWS_MANY = {
     "quire/engine/worker/model_runner.py",
     "quire/engine/worker/ranks/follower_rank.py",
 }
-"""Files that still import more of ours: this set may only shrink."""
+"""Files that still import more modules of the package; this set may only shrink."""
 
 
 def own_imports(path: Path) -> set[str]:
@@ -686,8 +687,9 @@ def test_no_file_knows_too_many_others() -> None:
 
 
 def joined(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines that save lines: a display that is written within another one by a star, and an assignment of more than two
-    values to as many targets. Triton's kernels may."""
+    """Lines that save lines: a starred literal inside another display, and an assignment of more than two values to as
+    many targets. Triton kernels are exempt.
+    """
     nodes = [tree]
     for node in nodes:
         nodes += [each for each in ast.iter_child_nodes(node) if not is_triton_kernel(each)]

@@ -1,4 +1,4 @@
-"""A broken model folder ends a start with one line that names what is wrong, without a traceback, and nothing hangs."""
+"""A broken model folder ends a start with one line that names the fault, without a traceback, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quire.server.runtime.model_spec_loader import load_served_model_spec
 from tests.broken_folders import ALL, Broken, copy_demo
 
 FEW = {"num_hidden_layers-billion", "fifo-config.json", "weights-cut", "template-endless", "other-layers"}
-"""Those that the command is tried with in every run of the tests: of different kinds, and what only the engine sees."""
+"""Folders of different kinds, including faults that only the engine sees; the command is tested with them in every run.
+"""
 
 
 TRIED = (
@@ -26,11 +27,11 @@ TRIED = (
     if os.environ.get("TEST_FOLDERS") == "all"
     else [each for i, each in enumerate(ALL) if i % 6 == 0 or each.name in FEW]
 )
-"""A start takes a second, all of them take eight minutes."""
+"""One start takes a second, all of them take eight minutes."""
 
 
 def read_model(folder: str) -> None:
-    """What the server reads before an engine is ready."""
+    """Read what the server reads before an engine is ready."""
     config = ServerConfig(model=folder)
     source, _ = load_served_model_spec(config)
     source.build_served_model()
@@ -56,7 +57,7 @@ def test_there_are_enough_and_none_twice() -> None:
 @pytest.mark.few(12)
 @pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
 def test_each_is_one_error_that_names_file_and_field(broken: Broken, tmp_path: Path) -> None:
-    """What the server reads, and what the engine reads."""
+    """Covers what the server reads and what the engine reads."""
     folder = str(broken.make(tmp_path / "model"))
     with pytest.raises(ConfigError) as caught:
         read_all(folder)
@@ -89,7 +90,7 @@ def test_the_command_ends_with_that_line(broken: Broken, tmp_path: Path) -> None
 def test_plan_reads_it_or_says_in_one_line_why_not(
     broken: Broken, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It reads less than a server does, and of more families, so some of the folders are fine for it."""
+    """`quire plan` reads less than a server and knows more families, so some of the folders are valid for it."""
     status = main(["plan", str(broken.make(tmp_path / "model"))])
     said = capsys.readouterr().err
     assert (status, said.count("\n")) in ((0, 0), (1, 1))

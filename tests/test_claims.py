@@ -1,4 +1,4 @@
-"""docs/explanations/benchmarks.md says what benchmarks.claims says, of the rows that are the same on every machine."""
+"""docs/explanations/benchmarks.md matches benchmarks.claims in the rows that are equal on every machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOCUMENT = (ROOT / "docs/explanations/benchmarks.md").read_text(encoding="utf-8"
 
 
 def cells(claim: str) -> list[str]:
-    """The row of a claim: measured, without the feature, claimed."""
+    """Cells of a claim's row: measured, without the feature, claimed."""
     (row,) = re.findall(rf"^\| {re.escape(claim)} \| (.+) \|$", DOCUMENT, re.MULTILINE)
     return [cell.strip() for cell in row.split(" | ")]
 

@@ -1,4 +1,4 @@
-"""deploy/: what it names is there, and the tools that will read it accept it."""
+"""Files in deploy/ name existing things, and their tools accept them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def fired(severity: str, summary: str, **labels: str) -> dict[str, Any]:
 
 
 def test_every_kind_of_image_has_its_stages() -> None:
-    """Whatever KIND and FLASH say, each stage is built from another or from an image; the default compiles nothing."""
+    """For every KIND and FLASH each stage is built from another stage or an image; the default compiles nothing."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     defaults = dict(re.findall(r"^ARG (\w+)=(.*)$", text.split("\nFROM ")[0], re.MULTILINE))
     stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", text, re.MULTILINE)
@@ -163,7 +163,7 @@ def test_what_the_image_copies_is_sent_to_its_builder() -> None:
 
 
 def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
-    """Those of the builder that need no Docker, in a folder that has what is sent to it."""
+    """Runs the builder's commands that need no Docker, in a folder with the build context."""
     for name in re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE):
         source, target = ROOT / name, tmp_path / name
         target.parent.mkdir(exist_ok=True, parents=True)
@@ -187,8 +187,9 @@ def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
 
 
 def rendered(**values: Any) -> list[dict[str, Any]]:
-    """The chart's objects: by `helm template` where it is installed, else by what is written below for the few actions
-    and functions that the chart keeps to."""
+    """Objects of the chart: from `helm template` if it is installed, else from `render`, which knows the few actions
+    that the chart uses.
+    """
     given = yaml.safe_load((DEPLOY / "helm/values.yaml").read_text(encoding="utf-8"))
     given = {**given, **values, "storage": given["storage"] | values.get("storage", {})}
     if helm := shutil.which("helm"):
@@ -202,10 +203,10 @@ def rendered(**values: Any) -> list[dict[str, Any]]:
 
 
 def render(template: str, context: dict[str, Any]) -> str:
-    """Go's templates, of which there are: values by their paths, toJson, quote, eq, and if, else if, else, end."""
+    """The subset of Go's templates that the chart uses: values by path, toJson, quote, eq, if, else if, else, end."""
     parts = re.split(r"(\{\{-? .*? -?\}\})", template)
     written: list[str] = []
-    open_ifs: list[tuple[bool, bool]] = []  # whether this branch is written, whether one has been
+    open_ifs: list[tuple[bool, bool]] = []  # (this branch is written, some branch was written)
     for part in parts:
         if not part.startswith("{{"):
             written += [part] if all(now for now, _ in open_ifs) else []
@@ -242,7 +243,7 @@ def value(expression: str, context: dict[str, Any]) -> Any:
 
 
 def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As kustomize's: without the label that tells releases apart, and the annotation that keeps downloads."""
+    """Objects comparable with kustomize's: without the release label and the annotation that keeps downloads."""
 
     def cleaned(thing: Any) -> Any:
         if isinstance(thing, list):
@@ -258,7 +259,7 @@ def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def built(folder: str) -> list[dict[str, Any]]:
-    """What kustomize makes of a folder; skips the test without it."""
+    """Objects that kustomize makes of a folder; skips the test without kustomize."""
     tools = [["kustomize", "build"], ["kubectl", "kustomize"]]
     command = next((tool for tool in tools if shutil.which(tool[0])), None)
     if command is None:
@@ -303,7 +304,7 @@ def test_a_rollout_does_not_wait_for_a_claim_that_the_old_pod_holds(folder: str)
 
 
 def manifests(folder: str) -> Iterator[dict[str, Any]]:
-    """The objects of one of deploy/kubernetes' folders, without what it patches in from another."""
+    """Objects of one folder of deploy/kubernetes, without those that it patches in from another folder."""
     for path in sorted((DEPLOY / "kubernetes" / folder).glob("*.yaml")):
         if path.name not in ("kustomization.yaml", "adapter.yaml"):
             yield from yaml.safe_load_all(path.read_text(encoding="utf-8"))
@@ -334,14 +335,14 @@ async def test_a_pod_is_asked_what_the_server_answers() -> None:
 
 @pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "chart"])
 def test_kubernetes_objects_are_what_their_schemas_say(folder: str) -> None:
-    """As kustomize makes them, where it is installed, else as they are written."""
+    """The objects are those of kustomize if it is installed, else those in the files."""
     schemas = pytest.importorskip("kubernetes_validate", reason="the registry's kubernetes-validate is not installed")
     objects = rendered(gpus=2) if folder == "chart" else list(manifests(folder))
     if folder != "chart" and (shutil.which("kustomize") or shutil.which("kubectl")):
         objects = built(folder)
         assert {each["kind"] for each in objects} >= {each["kind"] for each in manifests("cpu")}
     for each in objects:
-        if "monitoring.coreos.com" not in each["apiVersion"]:  # the operator's own, which Kubernetes does not know
+        if "monitoring.coreos.com" not in each["apiVersion"]:  # a kind of the operator, unknown to Kubernetes
             schemas.validate(each, schemas.latest_version(), strict=True)
 
 

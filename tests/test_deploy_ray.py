@@ -1,4 +1,4 @@
-"""deploy/ray, as far as it needs no Ray: tests/e2e/test_ray_serve.py runs it."""
+"""The parts of deploy/ray that need no Ray; tests/e2e/test_ray_serve.py runs the rest."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, Script, dict[str, Any]]] = {
 
 
 async def stream(name: str, burst: int) -> list[bytes]:
-    """The events of one of the CASES, as a replica whose steps come in bursts sends them."""
+    """Events of one of the CASES from a replica that sends `burst` tokens at a time."""
     path, script, body = CASES[name]
     engine = FakeEngine(script, eos=[END_OF_ANSWER], burst=burst)
     async with open_api(engine, tool_call_parser="hermes", reasoning_parser="think") as api:
@@ -72,7 +72,7 @@ def chunks(events: list[bytes]) -> list[dict[str, Any]]:
 
 
 def folded(name: str, events: list[bytes]) -> Any:
-    """What a client makes of a stream: of chats, OpenAI's own. All but what is different each time."""
+    """A stream as a client joins it, for chats with OpenAI's own code, without fields that differ each time."""
     found = chunks(events)
     assert {(chunk["id"], chunk["created"]) for chunk in found} == {(found[0]["id"], found[0]["created"])}
     if CASES[name][0] == CHAT:
@@ -81,7 +81,7 @@ def folded(name: str, events: list[bytes]) -> Any:
             state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
         whole = state.current_completion_snapshot.model_dump(exclude={"id", "created"})
         for choice in whole["choices"]:
-            choice.pop("token_ids", None)  # of the last chunk alone
+            choice.pop("token_ids", None)  # from the last chunk only
             for call in choice["message"]["tool_calls"] or []:
                 assert call.pop("id")
     else:
@@ -140,7 +140,7 @@ def events_of(pieces: Any) -> list[bytes]:
 
 
 def parts(events: list[bytes], seed: int) -> list[list[bytes]]:
-    """The events in groups of random size, as they come from a replica, with a comment between two."""
+    """The events in groups of random size, with a comment first."""
     chance, groups = random.Random(seed), [[b": ping\n\n"]]
     for event in events:
         if chance.random() < 0.4:

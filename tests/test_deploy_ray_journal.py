@@ -1,4 +1,4 @@
-"""deploy/ray's journal, as far as it needs no Ray: who has --data-dir is replaced while replicas go on."""
+"""The parts of deploy/ray's journal that need no Ray: the owner of --data-dir is replaced while replicas continue."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CALL = JournaledCall(
 
 
 class Cluster:
-    """Replicas by their names, and the Members that they call."""
+    """Replicas by name, and the Members object that they call."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.living: set[str] = set()
         self.links: dict[str, JournalLink] = {}
         self.lost = 0
-        """Answers that are lost from now on."""
+        """Number of next answers that are lost."""
         self.replace()
 
     def replace(self) -> None:

@@ -1,4 +1,4 @@
-"""What documents and comments name is there."""
+"""Files and headings that documents and comments name exist."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_headings_that_are_linked_are_there(name: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Anchors of a page's headings in GitHub's form."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in texts}

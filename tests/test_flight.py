@@ -1,4 +1,4 @@
-"""The first flight's own machinery: deadlines, stages that die, second runs, and the table."""
+"""The machinery of the first flight: deadlines, stages that die, reruns, and the table."""
 
 from __future__ import annotations
 
@@ -132,4 +132,4 @@ def test_a_flight_on_the_cpu(tmp_path: Path) -> None:
     assert table.startswith("everything holds")
     for stage in PLAN:
         assert f"\n{stage}: held" in table
-    assert table.count("the same tokens") == 19  # 8 of an engine, 5 families' small steps, 6 models with images
+    assert table.count("the same tokens") == 19  # 8 of engines, 5 of families' small steps, 6 of models with images

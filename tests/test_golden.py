@@ -1,4 +1,4 @@
-"""The golden set's own parts, and that it sees changes of every kind. The whole set runs by `make golden`."""
+"""The parts of the golden set detect changes of every kind. `make golden` runs the whole set."""
 
 from __future__ import annotations
 

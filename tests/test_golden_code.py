@@ -1,4 +1,4 @@
-"""A commit that renames is told from one that changes what the code does."""
+"""`code_of` distinguishes commits that only rename from commits that change behavior."""
 
 from __future__ import annotations
 

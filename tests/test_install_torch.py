@@ -1,4 +1,4 @@
-"""deploy/install_torch.py: which build of PyTorch a machine gets, tried with indexes of our own."""
+"""deploy/install_torch.py chooses the build of PyTorch for a machine; tested with local package indexes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def wheel(folder: Path, version: str) -> None:
-    """A package `torch` with nothing in it, and the page of it that PEP 503 asks for."""
+    """Write an empty package `torch` and its page of the PEP 503 index."""
     folder.mkdir(parents=True)
     info, name = f"torch-{version}.dist-info", f"torch-{version}-py3-none-any.whl"
     with zipfile.ZipFile(folder / name, "w") as archive:
@@ -47,7 +47,7 @@ def wheel(folder: Path, version: str) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address below which are `usual/` and `cpu/`, the second with the build for CPUs."""
+    """URL of a server with the indexes `usual/` and `cpu/`; the second has the CPU build."""
     folder = tmp_path_factory.mktemp("indexes")
     wheel(folder / "usual/torch", PINNED)
     wheel(folder / "cpu/torch", f"{PINNED}+cpu")
@@ -59,14 +59,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that has pip and no PyTorch."""
+    """A Python with pip and without PyTorch."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=True, symlinks=True)
     return folder / "bin/python"
 
 
 def installed(python: Path, served: str, target: Path, *arguments: str, **variables: str) -> tuple[str, str]:
-    """The version that the script installs into `target`, and what it prints."""
+    """Run the script; return the version that it installs into `target`, and its output."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") and name != "TORCH_INDEX"}
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{served}/usual", "PIP_TARGET": str(target)}
     command = [str(python), str(SCRIPT), *arguments]
@@ -105,7 +105,7 @@ def test_without_a_driver_the_build_is_the_one_for_cpus(tmp_path: Path, monkeypa
 
 
 def test_what_is_there_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No index is asked, and nothing is told."""
+    """The script asks no index and prints nothing."""
     monkeypatch.setattr(install_torch.metadata, "version", lambda name: f"{PINNED}+cu130")
     monkeypatch.setattr(install_torch, "unreachable", lambda index: pytest.fail("it was asked"))
     assert install_torch.main([]) == 0

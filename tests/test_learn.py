@@ -1,4 +1,6 @@
-"""The snippets of docs/learn.md print what stands below them, and the batcher that it begins with does what it says."""
+"""The snippets of docs/learn.md print the blocks below them, and its tiny batcher generates the tokens that the page
+shows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MAX_SNIPPET_LINES = 20
 
 
 def snippets_with_output() -> list[tuple[Snippet, str]]:
-    """Each Python snippet of the page, and the block that follows it."""
+    """Each Python snippet of the page with the block that follows it."""
     blocks = [snippet for snippet in snippets() if snippet.place.startswith(PAGE)]
     return [
         (block, blocks[index + 1].text if blocks[index + 1].language == "text" else "")

@@ -1,4 +1,4 @@
-"""A folder that is made once a run is what it would be if it were made anew."""
+"""A folder from `made_once` equals one that is made anew."""
 
 from __future__ import annotations
 

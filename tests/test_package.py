@@ -1,4 +1,4 @@
-"""What the sdist and the wheel built from it carry, and that Quire runs from there beside modules of other people."""
+"""Contents of the sdist and of the wheel built from it; Quire runs from there next to modules of other people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.tree import ROOT, source_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # it compiles all kernels, a minute or two of processor time
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # compiles all kernels in a minute or two of processor time
 
 LINKED = ("server", "engine", "kernels")
 SCRIPT = """
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a clean copy: nothing that lies about in the checkout can slip in."""
+    """Built from a clean copy, so that stray files of the checkout cannot slip in."""
     folder = tmp_path_factory.mktemp("package")
     for path in source_files():
         target = folder / "source" / path
@@ -65,7 +65,7 @@ def wheel(dist: Path) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def site(dist: Path) -> Path:
-    """A folder of packages with the wheel installed in it."""
+    """A folder of packages with the wheel installed."""
     (path,) = dist.glob("quire_llm-*.whl")
     target = dist.with_name("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(path)]
@@ -75,8 +75,9 @@ def site(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tool(dist: Path) -> Path:
-    """The command `quire` of an environment that has the wheel, as uvx and pipx make them; what the wheel depends on is
-    in the tests' own environment."""
+    """The `quire` command of an environment with the wheel, as uvx and pipx make them; the wheel's dependencies come
+    from the tests' environment.
+    """
     (path,) = dist.glob("quire_llm-*.whl")
     folder = dist.with_name("tool")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -89,7 +90,7 @@ def tool(dist: Path) -> Path:
 
 @pytest.fixture
 def crowded(tmp_path: Path) -> Path:
-    """A folder whose modules have the names of ours and, in `stdlib/`, of Python's."""
+    """A folder whose modules have the names of Quire's and, in `stdlib/`, of Python's modules."""
     for name in LINKED:
         (tmp_path / f"{name}.py").write_text("OWNER = 'the user'\n")
     (tmp_path / "stdlib").mkdir()
@@ -156,7 +157,7 @@ def test_llm_generates_beside_modules_of_the_user(
 def test_the_server_answers_wherever_the_user_stands(
     site: Path, crowded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a grammar, which a process of its own checks; the engine is one too."""
+    """The request has a grammar, which a separate process checks; the engine is a separate process, too."""
     monkeypatch.chdir(crowded / "stdlib")
     server = Server(tmp_path / "log", quire=site / "bin" / "quire", env={"PYTHONPATH": str(site)})
     body = {"prompt": "Once", "max_tokens": 4, "guided_regex": "[a-z ]+", "ignore_eos": True}
@@ -179,7 +180,7 @@ def test_the_command_of_the_wheel_serves(tool: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_demo_can_be_trained_again() -> None:
-    """Its script finds its modules, words and templates; it is in no wheel."""
+    """The script finds its modules, words and templates; no wheel contains it."""
     command = [sys.executable, str(ROOT / "quire/configs/demo/training/train.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""One table of sampling fields makes requests, programs, the page and the reference."""
+"""Requests, programs, the page and the reference follow one table of sampling fields."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_bodies_have_the_fields_that_are_copied(body: type[ChatRequest | Complet
 
 
 def test_receipts_write_numbers_that_nobody_asked_for_too() -> None:
-    """A body's default is not the struct's own object, which msgspec would leave out."""
+    """Receipts need the defaults: a body's default is not the struct's own object, which msgspec would leave out."""
     floats = {row.name: row.default for row in COPIED_SAMPLING_FIELDS if row.type is float}
     assert floats.keys() <= msgspec.json.decode(msgspec.json.encode(SamplingParams(**floats))).keys()

@@ -1,6 +1,6 @@
-"""What the documents show is run as it stands there, but for names of models and the server's port.
+"""Snippets of the documents run as they are, except for model names and the server's port.
 
-A line of a shell block is a command with an expectation in EXPECTED, or stands in NOT_RUN with a reason.
+Each line of a shell block is a command with an expectation in EXPECTED, or is in NOT_RUN with a reason.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ EXPECTED = {
     "quire serve": "Ctrl-C ends it",
     "python -m benchmarks.perplexity": "int8",
 }
-"""By what a command begins with, as a pattern: what its output has."""
+"""By pattern of a command's beginning: a pattern that its output contains."""
 REPLACED = {
     "OWNER/MODEL": DEMO_MODEL,
     "sentence-transformers/all-MiniLM-L6-v2": DEMO_MODEL,
     "MODEL": DEMO_MODEL,
     "FOLDER": DEMO_MODEL,
-    "serve OUT": f"serve {DEMO_MODEL}",  # which the command before it would have written
+    "serve OUT": f"serve {DEMO_MODEL}",  # written by the command before it
 }
 
 
@@ -144,7 +144,7 @@ def is_drawing(snippet: Snippet) -> bool:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Places and commands of the shell blocks; a backslash at a line's end goes on."""
+    """Places and commands of the shell blocks; a backslash at the end of a line continues it."""
     return [
         (snippet.place, line)
         for snippet in snippets()
@@ -240,7 +240,7 @@ def test_commands(place: str, line: str, server: Server, tmp_path: Path) -> None
     python = shlex.quote(sys.executable)
     command = replaced(line.split("  #")[0], server.url).replace("quire ", f"{python} -m quire ", 1)
     command = command.replace("python -m bench", f"{python} -m bench")
-    command += f" --url {server.url}" if line.startswith("quire trace") else ""  # which asks port 8000 unless told
+    command += f" --url {server.url}" if line.startswith("quire trace") else ""  # its default port is 8000
     serves = line.startswith("quire serve")
     expected = next(pattern for start, pattern in EXPECTED.items() if re.match(start, line))
     output = tmp_path / "output"

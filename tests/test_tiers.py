@@ -1,4 +1,4 @@
-"""Which tests run when, and what a run says that is ended."""
+"""Selection of tests by tier and shard, and the output of a terminated run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_run_that_is_ended_names_the_test_that_is_running(tmp_path: Path, spre
         assert process.stdout is not None
         try:
             said = ""
-            while "::test_that_hangs" not in said:  # the process that runs it, another with xdist, has told of it
+            while "::test_that_hangs" not in said:  # the process that runs it, a worker with xdist, has reported it
                 said += (line := os.read(process.stdout.fileno(), 1 << 16).decode())
                 assert line, said
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A test that hangs fails at its timeout, whatever runs it."""
+"""A hanging test fails at its timeout, whatever runs it."""
 
 from __future__ import annotations
 

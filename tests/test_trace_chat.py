@@ -1,4 +1,4 @@
-"""A chat passes the stations that docs/internals/request-lifecycle.md describes, in their order."""
+"""A chat passes the stations of docs/internals/request-lifecycle.md in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATIONS = (
     "stream_events",
 )
 MAX_LINES = 8000
-"""Of the functions that run for a chat: an afternoon's reading."""
+"""Lines of the functions that run for a chat: an afternoon's reading."""
 
 
 @pytest.mark.slow

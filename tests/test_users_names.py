@@ -1,5 +1,6 @@
-"""Names that are written to disk, or sent to users or to another version of Quire, are users' names, and stay as they
-are: tests/users_names.toml lists them. This test writes, reads what it wrote, and compares."""
+"""Names that are written to disk, sent to users or sent to another version of Quire belong to users and stay unchanged;
+tests/users_names.toml lists them. This test writes, reads what it wrote, and compares.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ TYPES: dict[str, Any] = {
     "quire replay --json": ReplayVerdict,
     "quire bench --json: figures": latency_stats.BenchSummary,
 }
-"""What is kept or sent by the names of a type's fields."""
+"""Types whose field names are stored or sent."""
 MODELS: dict[str, Any] = {"settings": ServerConfig, "--api-key-file: a table": KeyEntry}
 MODULES: dict[str, tuple[str, ...]] = {
     "--models: the file": ("server.multi_model.models_config",),
@@ -132,14 +133,14 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "adapter's files": ("engine.lora.adapter_files",),
 }
-"""Modules whose structs and typed dictionaries others write and we read."""
+"""Modules with structs and typed dictionaries that others write and Quire reads."""
 LIST = ROOT / "tests" / "users_names.toml"
 FIELD_NAMES = (
     r"msgspec\.(?:json|msgpack)\.(?:en|de)code\(.*\w|msgspec\.(?:json|msgpack)\.(?:En|De)coder\(|msgspec\.convert\("
     r"|(?<!def )\b_?asdict\(|\.model_(?:dump|validate)|pickle\.(?:dump|load)|torch\.save\("
     r"|__struct_fields__|__qualname__"
 )
-"""What makes names of attributes, or of classes, names that are written or read."""
+"""Code that writes or reads names of attributes or classes."""
 ADVICE = """
 If it is our own name that changed, give the field its old name where it is written: msgspec.field(name=...), rename=
 of the struct, alias of the pydantic model, or a literal. What is new belongs into tests/users_names.toml. What is
@@ -151,7 +152,7 @@ def listed() -> dict[str, Any]:
     return tomllib.loads(LIST.read_text(encoding="utf-8"))
 
 
-# What each section of the list is compared with
+# Expected content of each section
 
 
 def types() -> dict[str, list[str]]:
@@ -160,7 +161,7 @@ def types() -> dict[str, list[str]]:
 
 
 def modules() -> dict[str, list[str]]:
-    """The names alone: what their values may be, golden plans, specs and tokens tell."""
+    """Names only; golden plans, specs and tokens cover their values."""
     found: dict[str, list[str]] = {}
     for section, names in MODULES.items():
         kinds = [kind for name in names for kind in kinds_in(importlib.import_module(f"quire.{name}"))]
@@ -169,7 +170,7 @@ def modules() -> dict[str, list[str]]:
 
 
 def tail(folder: Path) -> dict[str, list[str]]:
-    """The records of a journal's tail, of which the first 52 bytes tell the boot and what is written."""
+    """Records of a write-ahead log; its first 52 bytes hold the boot and what has been written."""
     writer = WriteAheadLog(folder, "process")
     writer.log_call("owner", "id", 2)
     writer.log_tokens(1, 0, 7, [8, 9], ChoiceFinish("stop", "x", came_with_token=True))
@@ -186,7 +187,7 @@ def tail(folder: Path) -> dict[str, list[str]]:
 
 
 def data_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, list[str]]:
-    """What is kept of models and adapters that were added; of these no folder has any, so what is read is logged."""
+    """Files about added models and adapters. No folder has adapters, so the log shows that adapters.json is read."""
     settings: Any = None
     AddedModels(settings, folder).add_model("small", {"model": "/small"})
     models = [f"{path.name}: {path.read_text()}" for path in folder.iterdir()]
@@ -197,7 +198,7 @@ def data_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, lis
 
 
 def kv_tier(folder: Path) -> dict[str, list[str]]:
-    """Files of pages, with a header before each page; and what pages are found by."""
+    """Files of KV blocks, each block with a header; and the hashes by which blocks are found."""
     identity, root = b"i" * 16, root_hash("salt")
     outside = GuardedTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
     outside.put(b"d" * 16, b"page")
@@ -270,7 +271,7 @@ def logs() -> dict[str, list[str]]:
 
 
 def texts() -> dict[str, list[str]]:
-    """What stands in the code as texts alone."""
+    """Names that occur in the code only as string literals."""
     headers = (
         r"[Xx]-[A-Za-z]+(?:-[A-Za-z]+)*|[Ii]dempotency-[Kk]ey|[Ll]ast-[Ee]vent-[Ii]d|[Rr]etry-[Aa]fter|traceparent"
     )
@@ -288,7 +289,7 @@ def texts() -> dict[str, list[str]]:
 
 
 def variables(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """By which variables settings are read, beside those of the section `environment variables`."""
+    """Environment variables of settings, in addition to the section `environment variables`."""
     for name in [name for name in os.environ if name.startswith("QUIRE_")]:
         patch.delenv(name)
     patch.setenv("QUIRE_MAX_MODEL_LEN", "77")
@@ -297,7 +298,7 @@ def variables(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def errors() -> dict[str, list[str]]:
-    """Status, type and code of each kind of error, and the bodies of the APIs."""
+    """Status, type and code of each error class, and the bodies of the APIs."""
     kinds, found = [QuireError], set[str]()
     for kind in kinds:
         kinds += [each for each in kind.__subclasses__() if each.__module__.startswith("quire.")]
@@ -332,7 +333,7 @@ def others() -> dict[str, list[str]]:
 
 
 async def ray(folder: Path) -> dict[str, list[str]]:
-    """What a gateway, replicas and the journal send one another, which an update replaces one by one."""
+    """Messages between gateway, replicas and journal, which an update replaces one by one."""
     (folder / LIFE).write_text("life")
     asked, said = dict[str, int](), asyncio.Event()
 
@@ -370,7 +371,7 @@ async def ray(folder: Path) -> dict[str, list[str]]:
 
 
 def python() -> dict[str, list[str]]:
-    """What programs import, and what classes of users are asked for."""
+    """Names that programs import, and attributes that user classes may use."""
     classes = [*members_of("scheduler", Scheduler), *members_of("executor", SingleProcess)]
     promised = re.compile(r"(?:scheduler\.place|executor\.runner)\b")
     return {
@@ -382,7 +383,7 @@ def python() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Written]:
-    """A server that answered, with its data folder."""
+    """A server that has answered, with its data folder."""
 
     def watched(api: Api) -> AsyncGenerator[bytes]:
         return LiveViewStream(api.runtime.live_view).events(build_server_facts(api.runtime, api.runtime.model))
@@ -414,7 +415,7 @@ def test_structs_on_the_disk_are_those_of_the_list(run: Written) -> None:
 
 
 def test_each_file_that_writes_names_of_fields_says_where_they_are_listed() -> None:
-    """Names of attributes become names that are written where a struct is encoded as it is."""
+    """Attribute names become written names wherever a struct is encoded as it is."""
     known, sections, told = listed()["files"], listed()["section"], "Files with names of fields or classes"
     found = files_with(FIELD_NAMES, (*CODE, "deploy"))
     wrong = list(differences({told: [*known["listed"], *known["internal"]]}, {told: found}))

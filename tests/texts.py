@@ -1,4 +1,4 @@
-"""Tokenizers for tests: two made here, and the real ones of ../shared if it exists."""
+"""Tokenizers for tests: two made here, and the real ones of ../shared if that folder exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from quire.engine.text.tokenizer import BYTE_DECODER, Tokenizer
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-"""Files that tests can do without: real tokenizers and chat templates."""
+"""Optional files of tests: real tokenizers and chat templates."""
 BYTES = [character for character, _ in sorted(BYTE_DECODER.items(), key=lambda item: item[1])]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -28,7 +28,7 @@ class Named:
 
 
 def byte_level_tokenizer(chat_template: str | None = CHATML) -> Named:
-    """One token per byte: id 65 is "A"; three special tokens behind them, of which 258 ends an answer."""
+    """One token per byte: id 65 is "A"; three special tokens follow, of which 258 ends an answer."""
     backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,7 +39,9 @@ def byte_level_tokenizer(chat_template: str | None = CHATML) -> Named:
 
 
 def pair_tokenizer(*, segments: bool = True) -> Named:
-    """One token per byte, with marks around a text and between two, as BERT's, which tells the second apart."""
+    """One token per byte, with marks around a text and between two, and BERT's token types, which distinguish the
+    second text.
+    """
     named = byte_level_tokenizer(None)
     second = 1 if segments else 0
     named.tokenizer.backend.post_processor = processors.TemplateProcessing(
@@ -51,7 +53,7 @@ def pair_tokenizer(*, segments: bool = True) -> Named:
 
 
 def sentence_piece_tokenizer() -> Named:
-    """Llama 2's way: a few words, a prepended space, BOS, byte fallback for all else."""
+    """Like Llama 2's: a few words, a prepended space, BOS, and byte fallback."""
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["\u2581", "a", "b", "c", "\u2581a", "ab", "\u2581ab", " "]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *fallback, *words])}
@@ -67,13 +69,13 @@ def sentence_piece_tokenizer() -> Named:
 
 
 def real_tokenizers() -> list[Named]:
-    """Those of ../shared that have a tokenizer.json; none where the folder is absent."""
+    """Folders in ../shared with a tokenizer.json; none if the folder is absent."""
     files = sorted((SHARED / "tokenizers").glob("*/tokenizer.json"))
     return [Named(file.parent.name, Tokenizer.from_pretrained(file.parent)) for file in files]
 
 
 def shared(folder: str) -> Path:
-    """A folder of ../shared; skips the test where it is absent."""
+    """A folder of ../shared; skips the test if it is absent."""
     path = SHARED / folder
     if not path.is_dir():
         pytest.skip(f"../shared/{folder} is not there")

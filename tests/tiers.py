@@ -26,18 +26,19 @@ _rest = False
 
 
 def runs_rest() -> bool:
-    """Whether this is a run of the second tier, in which tests that choose how much they try may try all."""
+    """True in a run of the second tier. Tests that choose their number of cases may run all of them then."""
     return _rest
 
 
 def examples(count: int) -> int:
-    """For hypothesis' `max_examples`: all of them in the second tier, an eighth in the first."""
+    """For hypothesis's `max_examples`: `count` in the second tier, an eighth of it in the first."""
     return count if _rest else max(count // 8, 6)
 
 
 def slow(*cases: Any) -> list[Any]:
-    """Cases for parametrize that are slow; a tuple is one case of several arguments. Where any few cases do for the
-    first tier: `pytest.mark.few`."""
+    """Slow cases for parametrize; a tuple is one case of several arguments. If any few cases will do for the first
+    tier, use `pytest.mark.few`.
+    """
     mark = pytest.mark.slow
     return [
         pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark) for case in cases
@@ -45,7 +46,7 @@ def slow(*cases: Any) -> list[Any]:
 
 
 def pytest_sessionstart() -> None:
-    # Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
+    # Hypothesis fails a case that takes 0.2 s and then calls it flaky; on a busy machine any case may take that long.
     hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
     hypothesis.settings.load_profile("untimed")
 
@@ -58,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases that `few` leaves out; before -m looks at the marks."""
+    """Mark the cases that `few` leaves out, before -m reads the marks."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
@@ -73,14 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def spread(cases: int, few: int) -> list[int]:
-    """`few` places among `cases`, the first among them, at most all."""
+    """Choose `few` of `cases` positions, the first included."""
     return sorted({i * (cases - 1) // max(few - 1, 1) for i in range(few)})
 
 
 def shard_of(nodeid: str, count: int, table: Mapping[str, int]) -> int:
-    """Which of `count` shards, from 1 on, a test belongs to: all its cases go to one, by its name, so that a new test
-    moves no other. All of a file in tests/e2e go together, because they share a server. The table says it of files and
-    tests for which this does not do; 0: each case goes by its own name, as of a test with many long ones."""
+    """Shard of a test, from 1 to `count`. All cases of a test go to one shard, by its name, so that a new test moves no
+    other. All tests of a file in tests/e2e go together, because they share a server. The table assigns files and tests
+    that need another shard; with 0 each case goes by its own name, as for a test with many long cases.
+    """
     file, test = nodeid.partition("::")[0], nodeid.partition("[")[0]
     shard = table.get(test, table.get(file))
     if shard:
@@ -90,7 +92,7 @@ def shard_of(nodeid: str, count: int, table: Mapping[str, int]) -> int:
 
 
 class Deselecting:
-    """Keeps part of the collected tests, after -m and -k."""
+    """Keep part of the collected tests, after -m and -k."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.rest = bool(config.getoption("--rest"))
@@ -112,7 +114,7 @@ class Deselecting:
         return [item for item in items if shard_of(item.nodeid, count, table) == number]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says what ran, by files."""
+        """Print what ran, by file."""
         ended = [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]
         files = Counter(report.nodeid.partition("::")[0] for report in ended)
         ran = ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
@@ -120,12 +122,12 @@ class Deselecting:
 
 
 class Running:
-    """Tests that have begun and not ended, including those in pytest-xdist's processes. On SIGTERM they are printed."""
+    """Tests that have begun and not ended, including those in pytest-xdist's processes. SIGTERM prints them."""
 
     def __init__(self) -> None:
         self.tests: dict[str, None] = {}
 
-    @pytest.hookimpl(tryfirst=True)  # before anybody says that it has begun
+    @pytest.hookimpl(tryfirst=True)  # before its start is reported
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.tests[nodeid] = None
 
@@ -141,7 +143,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _rest = bool(config.getoption("--rest"))
     if config.getoption("--rest") or config.getoption("--shard"):
         config.pluginmanager.register(Deselecting(config))
-    if not hasattr(config, "workerinput"):  # this is no process of pytest-xdist's, which does not hear of all tests
+    if not hasattr(config, "workerinput"):  # not a pytest-xdist worker, which does not see all tests
         running = Running()
         config.pluginmanager.register(running)
         signal.signal(signal.SIGTERM, running.end)

@@ -1,5 +1,5 @@
-"""Tiny random models of every causal language model of transformers, saved by it. Size fields are set small under all
-their names.
+"""Tiny random models of every causal language model of transformers, saved by transformers. Size fields are set small
+under all their names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.tiny_models import VOCAB
 
 KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _MOST = 45_000_000
-"""Parameters of a model that is tried."""
+"""Maximum number of parameters of a tested model."""
 
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB),
@@ -75,7 +75,7 @@ _GEMMA4 = {
     "use_double_wide_mlp": True,
     "final_logit_softcapping": 30.0,
 }
-"""Heads of two sizes, values that are keys, and layers that have those of others."""
+"""Heads of two sizes, values that equal keys, and layers that reuse the keys and values of others."""
 
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": _SLIDES, "sliding_window": 24, "rope_parameters": _ROPES},
@@ -108,7 +108,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "minicpm3": {"scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""By model_type: fields that mean something else there, or depend on each other."""
+"""By model_type: fields that have another meaning there, or depend on each other."""
 _WITHOUT: dict[str, tuple[str, ...]] = {
     "falcon": ("head_dim",),
     "prophetnet": ("num_hidden_layers",),
@@ -118,11 +118,11 @@ _WITHOUT: dict[str, tuple[str, ...]] = {
     "gemma4_unified_assistant": ("hidden_size_per_layer_input",),
     "xlstm": ("v_head_dim",),
 }
-"""Fields that are as the class has them."""
+"""Fields that keep the class's defaults."""
 
 
 def tiny_config(kind: str) -> Any:
-    """A small config of a model_type. Raises whatever its class raises."""
+    """A small config of a model_type. Raises what its class raises."""
     made_by = CONFIG_MAPPING[kind]
     small = _small(made_by, kind)
     for name in made_by.sub_configs:
@@ -146,13 +146,14 @@ def _small(made_by: Any, kind: str) -> dict[str, Any]:
 
 
 def _fields(config: Any) -> set[str]:
-    """Those of a config, and their other names."""
+    """Fields of a config with their aliases."""
     return {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
 
 
 def save_tiny_class(path: Path, kind: str) -> type[PreTrainedModel]:
-    """Write a random model to `path`; what makes it. Its weights are larger than usual, so that text is not flat.
-    Raises ValueError for one that is not small."""
+    """Write a random model to `path`; return its class. Its weights are larger than usual, so that distributions are
+    not flat. Raises ValueError for a model that is not small.
+    """
     config = tiny_config(kind)
     made_by = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if made_by.config_class is config.sub_configs.get("text_config"):
@@ -170,7 +171,7 @@ def save_tiny_class(path: Path, kind: str) -> type[PreTrainedModel]:
             torch.nn.init.normal_(parameter, std=0.5 if embedding else 1.2 * parameter.shape[-1] ** -0.5)
         else:
             parameter.data += torch.randn_like(parameter) * 0.1
-    for module in model.modules():  # some classes zero it once more when they are loaded
+    for module in model.modules():  # some classes zero it again when loaded
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             module.weight.data[module.padding_idx] = 0
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Tiny random encoders of every family, saved by transformers, as a reference for Quire's vectors."""
+"""Tiny random encoders of every family, saved by transformers, as a reference for Quire's embeddings."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def save_tiny_encoder(path: Path, family: str, *, labels: int | None = None, **overrides: Any) -> Path:
-    """Write a random model of the family to `path`, with a head for so many labels. Its weights are larger than usual,
-    so that attention is not flat."""
+    """Write a random model of the family to `path`, with a head for `labels` labels if given. Its weights are larger
+    than usual, so that attention is not flat.
+    """
     return made_once(
         path,
         partial(_save_tiny_encoder, family=family, labels=labels, **overrides),

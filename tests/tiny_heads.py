@@ -40,13 +40,13 @@ def _layer_shapes(name: str, hidden: int, read: int, inner: int) -> dict[str, tu
 
 
 def eagle_tensors(hidden: int, vocab: int, seed: int = 5) -> Tensors:
-    """As in SafeAILab's repositories."""
+    """Layout of SafeAILab's repositories."""
     shapes = {"embed_tokens.weight": (vocab, hidden), "fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
     return _random(shapes | _layer_shapes("layers.0", hidden, hidden, 2 * hidden), seed)
 
 
 def eagle3_tensors(hidden: int, vocab: int, taps: int, seed: int = 5, said: int | None = None) -> Tensors:
-    """The same; `said`: how many tokens it can say; None: every other one."""
+    """Layout of SafeAILab's repositories. `said`: number of tokens that the head can draft; None: every other token."""
     every = vocab // said if said else 2
     said = vocab // every
     shapes = {"fc.weight": (hidden, taps * hidden), "norm.weight": (hidden,), "lm_head.weight": (said, hidden)}
@@ -57,7 +57,7 @@ def eagle3_tensors(hidden: int, vocab: int, taps: int, seed: int = 5, said: int 
 
 
 def medusa_tensors(hidden: int, vocab: int, heads: int, seed: int = 5) -> Tensors:
-    """As in FasterDecoding's repositories."""
+    """Layout of FasterDecoding's repositories."""
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
         shapes |= {f"{head}.0.linear.weight": (hidden, hidden), f"{head}.0.linear.bias": (hidden,)}
@@ -96,13 +96,14 @@ class Reference:
     """A head's states and draft tokens after a text, from the model's hidden states."""
 
     def __init__(self, tensors: Tensors, embedding: Tensor, head: Tensor) -> None:
-        """`embedding` and `head`: the model's, [vocab, hidden]. It computes in the type of all of them."""
+        """`embedding` and `head` are the model's, [vocab, hidden]. All computation uses their dtype."""
         self.t, self.embedding, self.head = tensors, embedding, head
         self.third, self.medusa = "midlayer.hidden_norm.weight" in tensors, "0.0.linear.weight" in tensors
 
     def guesses(self, hidden: Tensor, tapped: list[Tensor], tokens: list[int], count: int) -> tuple[Tensor, list[int]]:
-        """The state behind the text's last token but one, and the likeliest guesses of what follows the last one.
-        hidden, tapped [tokens - 1, hidden]: of all tokens but the last."""
+        """The state at the second last token, and the most likely draft tokens after the last one. `hidden` and
+        `tapped`, [tokens - 1, hidden], cover all tokens but the last.
+        """
         if self.medusa:
             return hidden[-1], [int(self.medusa_logits(hidden[-1], head).argmax()) for head in range(count)]
         read = self.read(hidden, tapped)
@@ -134,7 +135,7 @@ class Reference:
         return F.rms_norm(x, x.shape[-1:], self.t[f"{name}.weight"], EPS)
 
     def layer(self, following: Tensor, read: Tensor) -> Tensor:
-        """The states [T, hidden] at T places, of what is read there and the tokens that follow."""
+        """States [T, hidden] at T positions, from the hidden states read there and the following tokens."""
         embedded, name = self.embedding[following], "midlayer" if self.third else "layers.0"
         if self.third:
             x = torch.cat(
@@ -155,7 +156,7 @@ class Reference:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """[heads, positions, size], as Llama rotates it."""
+    """RoPE as Llama applies it to [heads, positions, size]."""
     size = x.shape[-1]
     frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=x.dtype) / size)
     angles = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), frequencies)

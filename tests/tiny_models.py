@@ -186,7 +186,7 @@ DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
 }
 HEADS = {"num_key_value_heads": None, "intermediate_size": None}
-"""For families that have no such fields."""
+"""Used for families without such fields."""
 GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
 SHORT_YARN = {name: value for name, value in YARN.items() if name != "truncate"}
 NEWER_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 160}
@@ -511,7 +511,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 30,
         "rope_interleave": False,
         "attention_bias": True,
-        "pad_token_id": None,  # whose embedding transformers makes zero when it loads one
+        "pad_token_id": None,  # transformers zeroes its embedding on load
     },
     "minicpm3": {**LATENTS, "model_type": "minicpm3", "dim_model_base": 32, "tie_word_embeddings": True},
     "glm": {"model_type": "glm", "head_dim": 32},
@@ -565,7 +565,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
-    """Write a random model of the family to `path`. Its weights are larger than usual, so that text is not flat."""
+    """Write a random model of the family to `path`. Its weights are larger than usual, so that distributions are not
+    flat.
+    """
     return made_once(
         path, partial(_save, family=family, dtype=dtype, **overrides), family, FAMILIES[family], dtype, overrides
     )
@@ -578,13 +580,13 @@ def _save(path: Path, family: str, dtype: torch.dtype, **overrides: Any) -> None
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "_norm" not in name:
-            bias = name.endswith("bias")  # of all experts of a layer
+            bias = name.endswith("bias")  # stacked for all experts of a layer
             inputs = parameter.shape[1]
-            spread, embedded = (0.5, 0.25) if family.startswith("zamba2") else (1.5, 0.5)  # five linears in a row
+            spread, embedded = (0.5, 0.25) if family.startswith("zamba2") else (1.5, 0.5)  # five fused linears
             torch.nn.init.normal_(
                 parameter, std=embedded if "embed" in name else 0.2 if bias else spread * inputs**-0.5
             )
-        elif parameter.ndim == 3:  # experts; gpt-oss' and Llama 4's are transposed
+        elif parameter.ndim == 3:  # experts; those of gpt-oss and Llama 4 are transposed
             inputs = parameter.shape[1 if family.startswith(("gpt_oss", "llama4")) else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
@@ -595,7 +597,7 @@ def _save(path: Path, family: str, dtype: torch.dtype, **overrides: Any) -> None
             mean = 0.0 if name.endswith("bias") or centred else -2.0 if name.endswith("A_log") else 1.0
             torch.nn.init.normal_(parameter, mean=mean, std=0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("bias") and buffer.is_floating_point():  # which corrects the choice of experts
+        if name.endswith("bias") and buffer.is_floating_point():  # corrects the choice of experts
             torch.nn.init.normal_(buffer, std=0.2)
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, mean=1.0, std=0.2)

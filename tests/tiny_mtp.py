@@ -1,5 +1,5 @@
 """Tiny models with a multi-token prediction layer (DeepSeek-V3, 2024, 2.2) in their published layouts, and the layer's
-outputs: the layer itself by transformers' class, the rest in plain PyTorch.
+outputs: the layer itself from transformers' class, the rest in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import save_tiny_model
 
 NEMOTRON = ("nemotron_h", "nemotron_h-latent")
-"""Families with two layers below it, which are one part each."""
+"""Families whose MTP layer consists of two layers of one sublayer each."""
 BELOW = ("llama", "qwen3_5", "qwen3_5-moe", "qwen3-next")
-"""Families whose layer is below `mtp.`, as Qwen's; those of the others are behind the model's, as DeepSeek's."""
+"""Families whose MTP tensors are below `mtp.`, as Qwen's; those of other families follow the model's layers, as
+DeepSeek's.
+"""
 _ALONE = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
 _OF_QWEN = {
     "enorm": "pre_fc_norm_embedding",
@@ -30,12 +32,12 @@ _OF_QWEN = {
 
 
 def alone(path: Path) -> Path:
-    """Where the model is whose one layer such a model has to guess with."""
+    """Path of the one-layer model whose layer is the MTP layer."""
     return path.with_name(f"{path.name}-mtp")
 
 
 def save_tiny_mtp(path: Path, family: str, **overrides: Any) -> Path:
-    """A random model of the family at `path`, and beside it `alone`."""
+    """Write a random model of the family to `path`, and next to it the model `alone`."""
     kinds = {"layer_types": ["full_attention"]} if "qwen3_5" in family or family == "qwen3-next" else {}
     known = {name: value for name, value in _ALONE.items() if name == "num_hidden_layers" or family != "llama"}
     if family in NEMOTRON:
@@ -67,7 +69,7 @@ def save_tiny_mtp(path: Path, family: str, **overrides: Any) -> Path:
 
 
 def mtp_tensors(path: Path, hidden: int, *, below: bool) -> dict[str, Tensor]:
-    """By DeepSeek's names within a layer; the norm at the end is that of the model that is `alone`."""
+    """Tensors by DeepSeek's names within a layer; the final norm is that of the model `alone`."""
     generator, donor = torch.Generator().manual_seed(9), load_file(alone(path) / "model.safetensors")
     centre = 0.0 if is_offset(alone(path)) else 1.0
     prefix = "model.layers.0."
@@ -79,7 +81,7 @@ def mtp_tensors(path: Path, hidden: int, *, below: bool) -> dict[str, Tensor]:
 
 
 def _nemotron_tensors(path: Path, hidden: int) -> dict[str, Tensor]:
-    """As vLLM's nemotron_h_mtp.py reads them."""
+    """Tensors by the names that vLLM's nemotron_h_mtp.py reads."""
     found, ends = mtp_tensors(path, hidden, below=True), {"shared_head.norm.weight": "1.final_layernorm.weight"}
     joins = {f"{name}.weight": f"0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
     donor = load_file(alone(path) / "model.safetensors")
@@ -90,7 +92,7 @@ def _nemotron_tensors(path: Path, hidden: int) -> dict[str, Tensor]:
 
 
 def is_offset(path: Path) -> bool:
-    """Whether the weights of a family's norms are offsets from 1."""
+    """True if the norm weights of a family are offsets from 1."""
     return json.loads((path / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next"))
 
 
@@ -109,7 +111,7 @@ class MtpReference:
 
     @torch.no_grad()
     def guesses(self, tokens: list[int], count: int) -> tuple[Tensor, list[int]]:
-        """The state behind the text's last token but one, and the likeliest guesses of what follows the last one."""
+        """The state at the second last token, and the most likely draft tokens after the last one."""
         states = self.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
         following, found, first = tokens[1:], list[int](), None
         for _ in range(count):

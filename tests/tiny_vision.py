@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""SmolVLM's own."""
+"""SmolVLM's chat template."""
 PREPARING = {
     "do_image_splitting": True,
     "size": {"longest_edge": LONGEST},
@@ -42,7 +42,7 @@ PREPARING = {
 
 
 def save_tiny_vision(path: Path, **overrides: Any) -> Path:
-    """Write model, tokenizer and template to `path`. The tokenizer has one token per byte, and SmolVLM's marks."""
+    """Write model, tokenizer and template to `path`. Its tokens are single bytes and SmolVLM's special tokens."""
     return made_once(path, partial(_save_tiny_vision, **overrides), "tiny vision", overrides)
 
 
@@ -77,14 +77,14 @@ def _save_tiny_vision(path: Path, **overrides: Any) -> None:
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Blocks of colours."""
+    """An image of colored blocks."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (7, 5, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
 
 
 def processor(path: Path) -> Idefics3Processor:
-    """transformers' own, with its Pillow backend."""
+    """The processor of transformers, with its Pillow backend."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), eos_token="<end_of_utterance>")
     images = Idefics3ImageProcessorPil(**PREPARING)
     return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=TEMPLATE)
@@ -93,7 +93,7 @@ def processor(path: Path) -> Idefics3Processor:
 def expected(
     path: Path, talk: list[dict[str, Any]], images: list[Image.Image], answer: list[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """transformers' prompt ids, and the log probabilities [tokens, vocab] at every place of prompt and answer."""
+    """Prompt ids of transformers, and logprobs [tokens, vocab] at every position of prompt and answer."""
     made = processor(path)
     text = made.apply_chat_template(talk, add_generation_prompt=True)
     inputs = made(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)

@@ -1,7 +1,6 @@
-"""Traces one chat: which functions of Quire run for it in the server's and the engine's process, in the order of their
-first calls. `python -m tests.trace_chat` prints them.
-
-Leaves out functions that also run when idle (heartbeats, watchdogs), and those of the start.
+"""Traces one chat: which functions of Quire run for it in the server's and the engine's process, ordered by first call.
+`python -m tests.trace_chat` prints them. Functions that also run when idle (heartbeats, watchdogs) or at the start are
+left out.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def note(frame, event, argument):
 threading.setprofile(note)
 sys.setprofile(note)
 """
-"""sitecustomize.py of the processes that are traced. What it notes depends on what the file `phase` says."""
+"""sitecustomize.py of the traced processes. The content of the file `phase` controls what it records."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ class Call:
 
 
 def traced() -> list[Call]:
-    """The functions that one streamed chat with default settings runs, by the time of their first calls."""
+    """Functions that one streamed chat with default settings runs, by the time of their first call."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(_TRACER)
         server = Server(folder / "log", env={"PYTHONPATH": f"{name}:{ROOT}", "TRACED_WAY": f"{ROOT}:{name}"})
         try:
-            for animal in ("wolf", "hen"):  # so that what is made at the first request is there
+            for animal in ("wolf", "hen"):  # so that objects made at the first request exist
                 _chat(server.url, animal)
             _enter(folder, "idle")
             time.sleep(_IDLE_SECONDS)
@@ -106,7 +105,7 @@ def traced() -> list[Call]:
 def _enter(folder: Path, phase: str) -> None:
     (folder / "phase.new").write_text(phase)
     (folder / "phase.new").rename(folder / "phase")
-    time.sleep(0.1)  # all threads that run see it within that time
+    time.sleep(0.1)  # all running threads see it within that time
 
 
 def _chat(url: str, animal: str) -> None:
@@ -118,7 +117,7 @@ def _chat(url: str, animal: str) -> None:
 
 
 def lines_of(calls: Iterable[Call]) -> int:
-    """Lines of these functions, each line once, though a function may stand within another."""
+    """Number of lines of these functions; lines of nested functions count once."""
     return sum(len(_lines(path, {call.line for call in each})) for path, each in _by_path(calls).items())
 
 
@@ -130,7 +129,7 @@ def _by_path(calls: Iterable[Call]) -> dict[str, list[Call]]:
 
 
 def _lines(path: str, firsts: set[int]) -> set[int]:
-    """The lines of a file's functions that begin in these lines, decorators included."""
+    """Lines of a file's functions that begin at these lines, decorators included."""
     found: set[int] = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
@@ -141,7 +140,7 @@ def _lines(path: str, firsts: set[int]) -> set[int]:
 
 
 def page(calls: list[Call]) -> str:
-    """A line for each stay in a file: the process, the file, and the functions that run there."""
+    """One line for each stay in a file: the process, the file, and its functions that run."""
     rows = []
     for (process, path), group in groupby(named(calls), key=lambda call: (call.process, call.path)):
         names = dict.fromkeys(_short(call.name) for call in group)
@@ -150,12 +149,12 @@ def page(calls: list[Call]) -> str:
 
 
 def named(calls: Iterable[Call]) -> list[Call]:
-    """Without lambdas and comprehensions."""
+    """Calls without lambdas and comprehensions."""
     return [call for call in calls if re.fullmatch(r"[\w.]+", _short(call.name))]
 
 
 def summary(calls: Sequence[Call]) -> str:
-    """The server's part, the engine's, and both: how many functions, files, changes of room, lines."""
+    """Functions, files, folder changes and lines of the server, of the engine and of both."""
     parts = {process: [call for call in named(calls) if call.process == process] for process in ("server", "engine")}
     rows = []
     for name, part in {**parts, "both": named(calls)}.items():
@@ -167,13 +166,13 @@ def summary(calls: Sequence[Call]) -> str:
 
 
 def room_changes(calls: Iterable[Call], process: str) -> int:
-    """How often the first calls of functions leave one folder for another, within one process."""
+    """Number of first calls that move from one folder to another within a process."""
     rooms = [call.path.rpartition("/")[0] for call in calls if call.process == process]
     return sum(before != after for before, after in pairwise(rooms))
 
 
 def _short(name: str) -> str:
-    """Without the functions that it stands in; a comprehension's or a lambda's is that of the function around it."""
+    """The name without its enclosing functions; a comprehension or lambda gets the name of its enclosing function."""
     return name.rpartition("<locals>.")[2]
 
 

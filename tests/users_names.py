@@ -25,8 +25,9 @@ CODE = ("quire/engine", "quire/kernels", "quire/server")
 
 
 def lines_of_type(kind: Any) -> list[str]:
-    """What msgspec writes and reads of a type: keys in their order, `?` behind those that may be missing, types, tags
-    and values of enumerations."""
+    """Keys that msgspec writes and reads of a type, in order, with `?` after optional ones, types, tags and enumeration
+    values.
+    """
     return list(_of_type(inspect.type_info(kind), ""))
 
 
@@ -68,7 +69,7 @@ def _parts_of_type(info: inspect.Type, path: str) -> Iterator[str]:
 
 
 def _scalar_type(info: inspect.Type) -> str:
-    """Its type or values; "" for what has parts."""
+    """Type or values; "" for a composite type."""
     while isinstance(info, inspect.Metadata):
         info = info.type
     if isinstance(info, inspect.LiteralType):
@@ -89,7 +90,7 @@ _SCALARS = {
 
 
 def lines_of_model(kind: Any) -> list[str]:
-    """The same of what pydantic reads."""
+    """Keys that pydantic reads of a model, in the same form."""
     schema = TypeAdapter(kind).json_schema(by_alias=True)
     return list(_of_schema(schema, schema.get("$defs", {}), ""))
 
@@ -109,7 +110,7 @@ def _of_schema(schema: Mapping[str, Any], parts: Mapping[str, Any], path: str) -
 
 
 def _scalar_schema(schema: Mapping[str, Any]) -> str:
-    """Its type or values; "" for what has parts."""
+    """Type or values; "" for a composite schema."""
     if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return " | ".join(map(json.dumps, values))
     has_parts = "properties" in schema or isinstance(schema.get("items"), dict)
@@ -125,13 +126,13 @@ def kinds_in(module: ModuleType) -> Iterator[Any]:
 
 
 def fields_of(kind: Any) -> list[str]:
-    """The names alone of what msgspec writes and reads of a struct, a dataclass or a typed dictionary."""
+    """Names that msgspec writes and reads of a struct, a dataclass or a typed dictionary."""
     info: Any = inspect.type_info(kind)
     return [field.encode_name for field in info.fields]
 
 
 def objects_in(method: Callable[..., Any]) -> Iterator[str]:
-    """The fields of each object that msgspec writes of a method's arguments and of what it returns."""
+    """Fields of each object that msgspec writes for a method's arguments and result."""
     waiting = [inspect.type_info(kind) for kind in get_type_hints(method).values()]
     for info in waiting:
         if (fields := getattr(info, "fields", None)) is not None:
@@ -143,8 +144,9 @@ def objects_in(method: Callable[..., Any]) -> Iterator[str]:
 
 
 def lines_of_value(value: Any, free: Collection[str] = (), path: str = "") -> list[str]:
-    """The keys of a value that was read as plain JSON or msgpack, with the types of what is there. `free`: paths of
-    objects whose keys are no names of ours."""
+    """Keys of a plain JSON or msgpack value, with the types of the values. `free`: paths of objects whose keys Quire
+    does not name.
+    """
     found: dict[str, dict[str, None]] = {}
     for place, kind in _of_value(value, free, path):
         found.setdefault(place, {})[kind] = None
@@ -169,12 +171,12 @@ _KINDS = {type(None): "null", str: "string", int: "integer", float: "number", bo
 
 
 def names_in(lines: Iterable[str]) -> dict[str, None]:
-    """The keys alone of such lines, in their order."""
+    """The keys of such lines, in order."""
     return dict.fromkeys(line.partition(": ")[0].replace("?", "") for line in lines)
 
 
 def lines_of_pickle(pickled: bytes) -> list[str]:
-    """The classes that a pickle imports."""
+    """Classes that a pickle imports."""
     texts: list[str] = []
     found: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):
@@ -186,14 +188,14 @@ def lines_of_pickle(pickled: bytes) -> list[str]:
 
 
 def literals(pattern: str, folders: Sequence[str] = CODE, suffix: str = ".py") -> list[str]:
-    """The code's texts that match the pattern as a whole, sorted. `folders`: how paths from the root begin."""
+    """String literals of the code that fully match the pattern, sorted. `folders`: path prefixes from the root."""
     quoted = re.compile(f"[\"']({pattern})[\"']")
     texts = [text for path, text in sources(tuple(folders)).items() if path.endswith(suffix)]
     return sorted({found[1] for text in texts for found in quoted.finditer(text)})
 
 
 def files_with(pattern: str, folders: Sequence[str] = CODE) -> list[str]:
-    """The files of the code that match the pattern somewhere, as paths from the root."""
+    """Files of the code in which the pattern occurs, as paths from the root."""
     wanted = re.compile(pattern)
     return [path for path, text in sources(tuple(folders)).items() if path.endswith(".py") and wanted.search(text)]
 
@@ -206,7 +208,7 @@ def sources(folders: tuple[str, ...] = CODE) -> Mapping[str, str]:
 
 
 def members_of(name: str, value: Any) -> Iterator[str]:
-    """What programs use of a class or a function of ours: names of members, and of their arguments."""
+    """What programs use of a class or a function: names of members and of their arguments."""
     if not isinstance(value, type):
         yield f"{name}{_parameters(value) if callable(value) else ''}"
         return
@@ -223,7 +225,7 @@ def _parameters(function: Callable[..., Any]) -> str:
 
 
 def importable(paths: Sequence[str]) -> list[str]:
-    """Those that can be imported, of MODULE and MODULE:NAME."""
+    """The names of MODULE and MODULE:NAME that can be imported."""
 
     def is_there(path: str) -> bool:
         module, _, name = path.partition(":")
@@ -237,7 +239,7 @@ def importable(paths: Sequence[str]) -> list[str]:
 
 
 def differences(known: dict[str, list[str]], found: dict[str, list[str]]) -> Iterator[str]:
-    """Names by section that the list has and nobody writes, or that are written and not in the list."""
+    """Names by section that the list has and nothing writes, or that are written and not in the list."""
     for section in dict.fromkeys((*known, *found)):
         before, now = known.get(section, []), found.get(section, [])
         yield from (f"{section}: `{name}` is listed, and not written any more" for name in before if name not in now)

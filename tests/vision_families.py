@@ -23,7 +23,7 @@ from tests.texts import BYTES
 from tests.tiny_models import SHAPE
 
 FIRST_ID = 256
-"""Of the special tokens, which follow the bytes."""
+"""First id of the special tokens, which follow the bytes."""
 _TEXT = {**SHAPE, "max_position_embeddings": 2048, "vocab_size": 288, "eos_token_id": 258}
 
 
@@ -38,12 +38,12 @@ class Family:
     vision: dict[str, Any]
     preparing: dict[str, Any]
     image: str
-    """The token that features take the place of."""
+    """Placeholder token of image features."""
     written: str
-    """What the chat template writes for an image."""
+    """Text of an image in the chat template."""
     outer: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
-    """Names that the processor knows special tokens by."""
+    """Names by which the processor knows special tokens."""
     others: tuple[str, ...] = ()
     """More special tokens."""
     processing: dict[str, Any] = field(default_factory=dict)
@@ -361,7 +361,7 @@ FAMILIES |= {
 def named(path: str) -> Any:
     """A class of transformers."""
     found: Any = transformers
-    if "pixtral" in path:  # whose processor takes a function from a file that needs torchvision, and from this one too
+    if "pixtral" in path:  # its processor takes a function from a file that needs torchvision, and also from this one
         pillow = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
         sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pillow)
     module, _, name = path.rpartition(".")
@@ -371,7 +371,7 @@ def named(path: str) -> Any:
 
 
 def config_of(name: str, **overrides: Any) -> Any:
-    """transformers' configuration. overrides: of the text part."""
+    """transformers' configuration. `overrides` change the text part."""
     family = FAMILIES[name]
     ids = {key.replace("_token", "_token_id"): family.token_id(token) for key, token in family.tokens.items()}
     if "boi_token" in family.tokens and "boa_token" not in family.tokens:
@@ -383,8 +383,9 @@ def config_of(name: str, **overrides: Any) -> Any:
 
 
 def save_family(path: Path, name: str, **overrides: Any) -> Path:
-    """Write model, tokenizer and template to `path`. The tokenizer has one token per byte, and the family's marks.
-    overrides: of the text part's config.json."""
+    """Write model, tokenizer and template to `path`. The tokenizer has one token per byte and the family's special
+    tokens. `overrides` change the text part of config.json.
+    """
     return made_once(path, partial(_save_family, name=name, **overrides), FAMILIES[name], overrides)
 
 
@@ -404,7 +405,7 @@ def _save_family(path: Path, name: str, **overrides: Any) -> None:
         elif key.endswith(("std_bias", "std_scale", "layer_scalar")):
             torch.nn.init.normal_(buffer, mean=0.0 if key.endswith("bias") else 1.0, std=0.2)
     model.save_pretrained(path)
-    if name == "qwen3_vl_moe":  # as it was published: a column for each output
+    if name == "qwen3_vl_moe":  # the published layout: a column for each output
         stored = load_file(path / "model.safetensors")
         turned = {key: each.transpose(1, 2).contiguous() for key, each in stored.items() if ".experts." in key}
         save_file(stored | turned, path / "model.safetensors", metadata={"format": "pt"})
@@ -419,7 +420,7 @@ def _save_family(path: Path, name: str, **overrides: Any) -> None:
 
 
 def image_processor(name: str) -> Any:
-    """transformers' Pillow backend with the family's settings."""
+    """The Pillow backend of transformers with the family's settings."""
     family = FAMILIES[name]
     return named(family.image_processor)(**family.preparing)
 
@@ -432,8 +433,9 @@ def expected(
     answer: list[int],
     dtype: torch.dtype = torch.float64,
 ) -> tuple[list[int], torch.Tensor]:
-    """transformers' prompt ids, and the log probabilities [tokens, vocab] at every place of prompt and answer, computed
-    in `dtype`."""
+    """Prompt ids of transformers, and logprobs [tokens, vocab] at every position of prompt and answer, computed in
+    `dtype`.
+    """
     inputs = prepared(path, name, talk, images)
     ids = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask")
@@ -449,7 +451,7 @@ def expected(
 
 
 def vector(path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image]) -> torch.Tensor:
-    """What transformers makes of a conversation's last token, behind the last norm, of length 1."""
+    """Hidden state of a conversation's last token after the final norm, scaled to length 1, from transformers."""
     inputs = prepared(path, name, talk, images, asks=False)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
     wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
@@ -461,10 +463,10 @@ def vector(path: Path, name: str, talk: list[dict[str, Any]], images: list[Image
 def prepared(
     path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image], *, asks: bool = True
 ) -> dict[str, torch.Tensor]:
-    """What transformers' processor makes of a conversation; asks: an answer is to follow."""
+    """Inputs that transformers' processor makes of a conversation; `asks` adds the generation prompt."""
     family = FAMILIES[name]
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), extra_special_tokens=family.tokens)
-    kind = named(family.processor)  # whose check would import processors of videos, which need torchvision
+    kind = named(family.processor)  # its check would import video processors, which need torchvision
     made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})(
         image_processor=image_processor(name), tokenizer=tokenizer, chat_template=family.template, **family.processing
     )

@@ -1,4 +1,4 @@
-"""What a server on a fake engine writes to its data folder and receipt log, and shows its operators."""
+"""Names that a server with a fake engine writes to its data folder and receipt log, and shows to operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server.fake import FakeEngine, hashed
 from tests.users_names import lines_of_value, names_in
 
 Names = dict[str, list[str]]
-"""By section."""
+"""Names by section."""
 _SECONDS = 60
 _NUMBER = re.compile(r"[0-9a-f]{16,}|\d+")
 _ASKED = {"model": NAME, "prompt": "Hi", "max_tokens": 3}
@@ -30,11 +30,11 @@ _LINE = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body":
 class Written:
     names: Names
     keys: Names
-    """Of what is kept as a struct: the outer keys as they stand on the disk."""
+    """Outer keys of stored structs, as they are on disk."""
 
 
 async def written(folder: Path, watched: Callable[[Api], AsyncGenerator[bytes]]) -> Written:
-    """`watched`: the events of the engine's page."""
+    """`watched` returns the events of the engine page."""
     data, receipts = folder / "data", folder / "receipts.jsonl"
     engine = FakeEngine(hashed(b"abcdefghijklmnop"), max_model_len=2**16, step_seconds=0.002)
     async with asyncio.timeout(_SECONDS), open_api(engine, data_dir=data, receipt_log=receipts) as api:
@@ -67,7 +67,7 @@ def _masked(text: str) -> str:
 
 
 async def _stored(api: Api) -> Names:
-    """Have each kind of object stored; the forms of ids, which callers keep, and of a batch's results."""
+    """Store each kind of object; return the forms of ids, which callers keep, and of batch results."""
     first = await api.post("/v1/responses", {"input": "Hi", "max_output_tokens": 3, "metadata": {"a": "b"}})
     await api.post("/v1/responses", {"input": "On", "max_output_tokens": 3, "previous_response_id": first["id"]})
     item = {"type": "message", "role": "user", "content": "Hi"}
@@ -83,7 +83,7 @@ async def _stored(api: Api) -> Names:
     answers = [await api.http.get(f"/v1/files/{batch[name]}/content") for name in ("output_file_id", "error_file_id")]
     results = [json.loads(line) for each in answers for line in each.text.splitlines()]
     for each in results:
-        each["response"]["body"] = None  # which the APIs say
+        each["response"]["body"] = None  # covered by the APIs' own schemas
     stream = await api.http.post(
         "/v1/completions", json={**_ASKED, "stream": True}, headers={"Idempotency-Key": "mine"}
     )
@@ -101,8 +101,8 @@ async def _stored(api: Api) -> Names:
 
 
 async def _told(api: Api, events: AsyncGenerator[bytes]) -> Names:
-    """What operators are told while two choices are computed. Which phases there are depends on the moment."""
-    await asyncio.sleep(1.1)  # the statistics have whole seconds
+    """Names that operators see while two choices are computed. The phases depend on the moment."""
+    await asyncio.sleep(1.1)  # statistics have a resolution of whole seconds
     answer = asyncio.create_task(api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 50_000, "n": 2}))
     await api.engine.sent.wait()
     async with aclosing(events):

@@ -1,4 +1,6 @@
-"""One real server on the embedded model for all clients. It was not trained on tools: a grammar makes it call them."""
+"""One real server with the embedded model for all clients. The model was not trained on tools: a grammar makes it call
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from tests.e2e.server import Server
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would ask the network while it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import makes a network request
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +35,6 @@ def url(server: Server) -> str:
 
 @pytest.fixture(scope="session")
 def closing(server: Server) -> dict[str, int]:
-    """A logit_bias that ends JSON objects as soon as their schema lets them: the model itself would go on."""
+    """A logit_bias that ends JSON objects as soon as their schema allows, because the model would continue them."""
     (brace,) = httpx.post(f"{server.url}/tokenize", json={"prompt": "}"}).json()["tokens"]
     return {str(brace): 100}

@@ -1,4 +1,4 @@
-"""A server whose model says what a test wrote: thinking and tool calls that the embedded model does not write."""
+"""A server whose model writes scripted texts, with reasoning and tool calls that the embedded model does not write."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MODEL = "owner/model"
 
 
 def call(name: str, **arguments: object) -> str:
-    """A tool call as the scripted model writes it."""
+    """A tool call in the scripted model's format."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @contextmanager
 def scripted(folder: Path, *turns: str, model: str = MODEL) -> Iterator[str]:
-    """The server's address. Its model answers the assistant's first turn with the first text, and so on."""
+    """Yield the URL of a server whose model answers the assistant's first turn with the first text, and so on."""
     script = folder / "script.json"
     script.write_text(json.dumps(turns), encoding="utf-8")
     python = Path(os.environ["QUIRE"]).with_name("python")

@@ -1,7 +1,8 @@
-"""Coding agents, headless: each edits two files with a scripted model's calls, and finds its prompts in the cache.
+"""Headless coding agents edit two files with a scripted model's tool calls and hit the prefix cache.
 
-`make agents` installs them and runs this; `RECORD=1 make agents` also writes what they sent to tests/server/agents,
-which tests/server/routes/test_agents.py replays."""
+`make agents` installs the agents and runs these tests; `RECORD=1 make agents` also writes their requests to
+tests/server/agents, which tests/server/routes/test_agents.py replays.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ class Agent:
     package: str
     command: Sequence[str]
     script: Callable[[str], Sequence[str]]
-    """What the model says, for the folder that the agent works in."""
+    """Texts of the model, given the folder that the agent works in."""
     environment: Callable[[int], dict[str, str]]
-    """For the server's port."""
+    """Variables, given the server's port."""
     files: Callable[[int], dict[str, str]] = lambda port: {}
-    """Settings, by their path below the home directory."""
+    """Settings files by their path below the home directory."""
     model: str = MODEL
-    """The name under which the agent asks for the model."""
+    """Name by which the agent requests the model."""
 
 
 def edits(read: str, edit: str, names: Sequence[str]) -> Callable[[str], Sequence[str]]:
-    """Both files are read at once, and edited one after the other."""
+    """The script reads both files at once and edits one after the other."""
     path, old, new = names
 
     def turns(folder: str) -> Sequence[str]:
@@ -133,8 +134,9 @@ AGENTS = {
         },
     ),
 }
-"""codex_patches: as whoever serves a model under a name that Codex knows. qwen-code puts an answer of its own before
-the model's first."""
+"""codex_patches serves the model under a name that Codex knows. qwen-code sends a request of its own before the model's
+first answer.
+"""
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -172,7 +174,7 @@ def test_two_files_are_edited(name: str, tmp_path: Path) -> None:
 
 
 def write_record(name: str, agent: Agent, script: Sequence[str], seen: Sequence[Exchange], folder: str) -> None:
-    """The requests' shapes. What all have in common is written once."""
+    """Write the shapes of the requests; fields that they have in common are written once."""
     package = Path(INSTALLED or "") / "node_modules" / agent.package / "package.json"
     bodies = [shape(each.body, folder) for each in seen]
     often = bodies[-1]

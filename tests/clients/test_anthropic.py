@@ -1,4 +1,4 @@
-"""Anthropic's SDK and langchain-anthropic; every streamed event is checked against the SDK's own types."""
+"""Anthropic's SDK and langchain-anthropic; every streamed event is validated against the SDK's types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def client(url: str) -> anthropic.Anthropic:
 
 
 def checked(url: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream, of which each must be valid as it came."""
+    """The events of a stream, each validated."""
     lines = httpx.post(f"{url}/v1/messages", json={**body, "stream": True}, timeout=60).text.splitlines()
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [EVENT.validate_json(each, strict=True) for each in data if '"ping"' not in each]

@@ -1,4 +1,4 @@
-"""instructor: objects out of answers by tools, by JSON and by JSON schema, whole, in parts and one of many."""
+"""instructor makes objects from answers by tools, JSON and JSON schema: whole, partial and iterable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_object(url: str, mode: instructor.Mode) -> None:
 
 
 def test_json_mode_is_json(url: str, closing: dict[str, int]) -> None:
-    """The schema is only in the prompt in this mode, which this model does not understand: any object must do."""
+    """In this mode the schema is only in the prompt, which this model does not understand, so any object will do."""
 
     class Anything(BaseModel, extra="allow"):
         pass
@@ -55,7 +55,7 @@ def test_an_object_in_parts(url: str, mode: instructor.Mode) -> None:
 
 
 def test_one_after_another(url: str) -> None:
-    """Its list has no end that the schema asks for, so the model may be cut off; what came is whole."""
+    """The schema does not end the list, so the answer may be cut off; complete objects are whole."""
     found = []
     for animal in client(url, instructor.Mode.TOOLS).create_iterable(response_model=Animal, **ASKED):
         found.append(animal)

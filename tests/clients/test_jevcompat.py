@@ -1,4 +1,4 @@
-"""jevcompat's conformance suite of the System One API, with TypeSafe's own SDK: all requirements, MUST and SHOULD."""
+"""jevcompat's conformance suite of the System One API, with TypeSafe's SDK: all MUST and SHOULD requirements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report(folder: Path, log: Path, key: str | None) -> dict[str, Any]:
 
 
 def test_every_requirement_is_met(wide: Path, tmp_path: Path) -> None:
-    """What is about keys cannot be tried without one, and the other way round."""
+    """Requirements about keys need a server with a key, the others one without."""
     passed: set[str] = set()
     for key in (None, KEY):
         found = report(wide, tmp_path / f"log-{key}", key)

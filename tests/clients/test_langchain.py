@@ -1,4 +1,4 @@
-"""langchain-openai: tools, structured output, what streams tell of usage, and embeddings."""
+"""langchain-openai: tools, structured output, usage in streams, and embeddings."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_plain_completions(url: str) -> None:
 
 
 def test_embeddings(url: str) -> None:
-    # Else it would send the ids of OpenAI's own vocabulary.
+    # Otherwise the client sends ids of OpenAI's vocabulary.
     vectors = OpenAIEmbeddings(model=MODEL, base_url=url, api_key="none", check_embedding_ctx_length=False)
     texts = ["The fox sleeps.", "A crow sings in the rain.", "Bread is baked in Rome."]
     data = httpx.post(f"{url}/embeddings", json={"input": texts}).json()["data"]

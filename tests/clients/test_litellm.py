@@ -1,4 +1,4 @@
-"""litellm, as a library: completions, streams, tools and errors."""
+"""litellm as a library: completions, streams, tools and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA
 
 @pytest.fixture(params=["openai/quire-demo", "hosted_vllm/quire-demo"])
 def options(request: pytest.FixtureRequest, url: str, closing: dict[str, int]) -> dict[str, Any]:
-    """As any server of OpenAI's API, and as vLLM."""
+    """For any OpenAI-compatible server, and for vLLM."""
     sampling = {"max_tokens": 60, "seed": 1, "logit_bias": closing}
     return {"model": request.param, "api_base": url, "api_key": "none", "num_retries": 0, **sampling}
 

@@ -1,4 +1,4 @@
-"""litellm's files and batches, through the death of the server amid the batch."""
+"""litellm's files and batches while the server is killed during the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = 200
 
 
 class Killed:
-    """A server that can be killed, and begins again at the same port on the same folder."""
+    """A server that can be killed and restarted at the same port with the same folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""llama-index against the server: OpenAILike for chats, tools and completions, OpenAILikeEmbedding for vectors."""
+"""llama-index: OpenAILike for chats, tools and completions, OpenAILikeEmbedding for embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llm-comply checks answers and streams against the three APIs' published schemas."""
+"""llm-comply checks answers and streams against the published schemas of three APIs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = {
     "chat-error-handling": "the model may be left out: there is one",
     "error-handling": "the model may be left out: there is one",
 }
-"""Tests that fail, and why."""
+"""Tests that fail, with the reason."""
 
 
 @pytest.mark.parametrize(("form", "least"), [("openai-chat", 6), ("open-responses", 10), ("anthropic", 7)])

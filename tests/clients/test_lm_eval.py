@@ -1,4 +1,4 @@
-"""lm-eval's local-completions: what it makes of echoed log probabilities is what transformers computes."""
+"""lm-eval's local-completions computes the same scores from echoed logprobs as transformers."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Stories(ConfigurableTask):
 
 @pytest.fixture(scope="module")
 def by_transformers() -> dict[str, tuple[float, bool]]:
-    """Log probability of each continuation behind its text, and whether it is the greedy one; in float32.
+    """Logprob of each continuation after its text, and whether it is the greedy one; in float32.
 
-    Computed by the Python beside the server's command, which has torch.
+    Computed by the Python next to the server's command, which has torch.
     """
     script = """
 import json, sys, torch

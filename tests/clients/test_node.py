@@ -13,7 +13,7 @@ HERE = Path(__file__).parent / "node"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the packages of node/package-lock.json and the script that uses them."""
+    """A directory with the packages of node/package-lock.json and the test script."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("needs node and npm (Debian: apt install nodejs npm)")
     folder = tmp_path_factory.mktemp("node")

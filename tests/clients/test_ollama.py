@@ -1,4 +1,4 @@
-"""Ollama's SDK."""
+"""Ollama's SDK: chat, generate, embeddings, models and errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""OpenAI's SDK, Anthropic's, LangChain's and Ollama's send the same picture to a tiny model that reads pictures: each
-one's prompt has its tokens, and the greedy answer is the same."""
+"""The SDKs of OpenAI, Anthropic, LangChain and Ollama send the same image to a tiny vision model: every prompt has its
+tokens, and the greedy answers are equal.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ picture(1, 120, 80).save(folder / "fox.png")
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of a server, and the picture in base64. Quire's environment makes both: this one has no PyTorch."""
+    """URL of a server, and the image in base64. Quire's environment makes both, because this one has no PyTorch."""
     folder, quire = tmp_path_factory.mktemp("vision"), Path(os.environ["QUIRE"])
     subprocess.run([str(quire.with_name("python")), "-c", MAKE, str(folder)], cwd=ROOT, check=True)
     options = ("--served-model-name", MODEL, "--num-kv-blocks", "256", "--threads", "1")
@@ -46,7 +47,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 
 @pytest.fixture(scope="module")
 def wanted(seeing: tuple[str, str]) -> tuple[str, int]:
-    """The answer and the number of the prompt's tokens, by plain HTTP."""
+    """The answer and the number of prompt tokens, by plain HTTP."""
     url, data = seeing
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     messages = [{"role": "user", "content": [image, {"type": "text", "text": QUESTION}]}]

@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent that must answer in a type, by tool, natively, and streamed; and one that calls a tool."""
+"""pydantic-ai agents: typed output by tool, natively and streamed, and a tool call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_text_streamed(model: OpenAIChatModel) -> None:
 
 
 def test_an_agent_calls_a_tool_and_then_answers(model: OpenAIChatModel) -> None:
-    """It must call something, the tool or the output; the tool is there for the first step only."""
+    """The model must call something: the tool or the output. The tool exists in the first step only."""
 
     async def at_first(context: RunContext[None], definition: ToolDefinition) -> ToolDefinition | None:
         return definition if context.run_step == 1 else None

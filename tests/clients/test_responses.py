@@ -1,4 +1,4 @@
-"""The OpenAI SDK's Responses API, and openai-agents, whose agents run on it."""
+"""The Responses API of the OpenAI SDK, and openai-agents, which use it."""
 
 from __future__ import annotations
 

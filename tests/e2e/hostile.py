@@ -1,4 +1,6 @@
-"""A server whose event loop is watched, and attacks on it while others are served: what must hold of each."""
+"""A server with a watched event loop, attacks on it while an honest client is served, and the checks that hold for each
+attack.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,18 @@ from tests.e2e.server import Server
 from tests.tree import ROOT
 
 MAX_GROWTH = 400 * 2**20
-"""Bytes that the server's process may take more than before, at most."""
+"""Bytes by which the memory of the server process may grow."""
 MAX_BLOCK = 0.3
-"""Seconds of processor time that the event loop may spend without a turn. On a quiet machine it is 0.05 or less; what
-is not bounded at all takes far longer than this."""
+"""Seconds of processor time that the event loop may spend without a turn. On a quiet machine it is 0.05 or less;
+unbounded work takes far longer than this limit.
+"""
 TENANTS = [f"key-{i}" for i in range(10)]
-"""The last one is honest."""
+"""API keys. The last one belongs to the honest client."""
 FLAGS = ("--trust-request-chat-template", "--num-kv-blocks", "4096", "--max-num-seqs", "64", "--pooling-type", "last")
 
 
 class Watched(Server):
-    """`quire serve` of the embedded model, with these keys; it writes down how long its event loop was held."""
+    """`quire serve` of the embedded model with the API keys of TENANTS. It logs how long its event loop was blocked."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         program, self._blocks = folder / "quire", folder / "blocks"
@@ -37,18 +40,20 @@ class Watched(Server):
         keys = [part for key in TENANTS for part in ("--api-key", key)]
         env = {"BLOCKS": str(self._blocks), "PYTHONPATH": str(ROOT)}
         super().__init__(folder / "log", *FLAGS, *keys, *flags, quire=program, env=env)
-        # The first grammar, template and large prompt start what stays; that is not what is measured.
+        # The first grammar, template and large prompt start processes that stay; the tests do not measure these.
         asyncio.run(send(self.port, ATTACKS[0], encoded(ATTACKS[0]), TENANTS[0]))
         self.idle = self.peak()
-        """The most memory that it had taken before anything was sent, in bytes."""
+        """Peak memory in bytes before any attack was sent."""
 
     def peak(self) -> int:
-        """The most memory that the process has taken, in bytes."""
+        """Peak memory of the process in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def longest_block(self, since: float) -> float:
-        """Seconds of processor time that the event loop spent without a turn; `since`: by the monotonic clock."""
+        """Seconds of processor time of the longest block of the event loop after `since`, a time of the monotonic
+        clock.
+        """
         lines = (line.split() for line in self._blocks.read_text().splitlines())
         return max((float(seconds) for at, seconds in lines if float(at) > since), default=0.0)
 
@@ -64,7 +69,7 @@ def watched_server(folder: Path, *flags: str) -> Iterator[Watched]:
 
 
 async def honest(server: Server, done: asyncio.Event) -> int:
-    """Short requests of the honest tenant; how many were answered."""
+    """Send short requests of the honest client; return how many were answered."""
     answered = 0
     headers = {"Authorization": f"Bearer {TENANTS[-1]}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as http:
@@ -76,7 +81,7 @@ async def honest(server: Server, done: asyncio.Event) -> int:
 
 
 async def attacked(server: Server, attack: Attack, keys: Sequence[str]) -> set[int]:
-    """The statuses that an attack is answered with, sent at once with each of these keys beside an honest tenant."""
+    """Return the status codes of an attack that is sent with all keys at once while an honest client is served."""
     body = encoded(attack)
     done = asyncio.Event()
     others = asyncio.create_task(honest(server, done))
@@ -87,9 +92,11 @@ async def attacked(server: Server, attack: Attack, keys: Sequence[str]) -> set[i
 
 
 def unnoticed(server: Watched, statuses: Callable[[], set[int]], allowed: set[int]) -> None:
-    """Assert that an attack, which gives the statuses of its answers, costs nobody but its sender."""
+    """Assert that an attack costs its sender only. `statuses` runs the attack and returns the status codes of its
+    answers.
+    """
     longest = []
-    for _ in range(3):  # another machine's load beside us can double a block once; ours comes each time
+    for _ in range(3):  # load of other programs can double a block once; blocks of our own repeat
         began = time.monotonic()
         assert statuses() <= allowed
         assert server.peak() - server.idle < MAX_GROWTH

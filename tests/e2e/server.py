@@ -16,12 +16,13 @@ from pathlib import Path
 import httpx
 
 _PATIENCE = 120.0
-"""Seconds; a start takes a few, but the machine may be busy with other tests."""
+"""Seconds. A start takes a few, but the machine may be busy with other tests."""
 
 
 def free_port() -> int:
-    """One where nothing listens, and none of those that systems give away (on Linux from 32768): one of these
-    may be another's, a listener's or a connection's, before the server listens."""
+    """Return a port where nothing listens, outside the ephemeral range (on Linux from 32768), which another listener or
+    connection could take before the server listens.
+    """
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, suppress(OSError):
@@ -30,8 +31,9 @@ def free_port() -> int:
 
 
 class Server:
-    """`quire serve ARGS` on the port, else a free one, of the loopback interface; waits until it answers, unless told
-    not to."""
+    """`quire serve ARGS` on the loopback interface at the given or a free port. Waits until the server answers, unless
+    `wait` is False.
+    """
 
     def __init__(
         self,
@@ -45,10 +47,11 @@ class Server:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        # One for all looks, for a client takes long to make; no connection of it stays open while the server drains.
+        # One client for all polls, because making one is slow; none of its connections stays open while the server
+        # drains.
         self._http = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
         script = quire or Path(sys.executable).with_name("quire")
-        program = [str(script)] if script.exists() else [sys.executable, "-m", "quire"]  # where nothing is installed
+        program = [str(script)] if script.exists() else [sys.executable, "-m", "quire"]  # without an installed command
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*program, "serve", *args, "--port", str(self.port)],
@@ -59,12 +62,12 @@ class Server:
         if wait:
             try:
                 self.wait()
-            except BaseException:  # a test's timeout, too
+            except BaseException:  # including a test's timeout
                 self.process.kill()
                 raise
 
     def wait(self) -> None:
-        """Until it is ready."""
+        """Wait until the server is ready."""
         deadline = time.monotonic() + _PATIENCE
         while not self.healthy():
             assert self.process.poll() is None, f"the server ended: {self.log.read_text()}"
@@ -81,30 +84,30 @@ class Server:
             return False
 
     def metric(self, name: str) -> float:
-        """The value of a metric without labels other than the model's."""
+        """Sum of a metric's values that have labels."""
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     def engine_pids(self) -> list[int]:
-        """Of the engines of the moment."""
+        """Process ids of the current engines."""
         return self._children(b"quire.engine.main")
 
     def api_pids(self) -> list[int]:
-        """Of the API processes of the moment, where there are several."""
+        """Process ids of the current API processes; empty if there is only one process."""
         return self._children(b"quire.server.cli.api_process")
 
     def _children(self, module: bytes) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        # A dead child that nobody has waited for has no command line any more.
+        # A zombie has no command line.
         return [int(pid) for pid in children if module in _command(pid)]
 
     def engine_pid(self) -> int | None:
-        """Of the engine of the moment; None between two."""
+        """Process id of the current engine; None between two engines."""
         engines = self.engine_pids()
         return engines[0] if engines else None
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """Ask it to end; the exit code."""
+        """Send a signal to the server and return its exit code."""
         self.process.send_signal(number)
         try:
             return self.process.wait(_PATIENCE)
@@ -116,5 +119,5 @@ class Server:
 def _command(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has been waited for meanwhile
+    except OSError:  # it was reaped meanwhile
         return b""

@@ -1,4 +1,4 @@
-"""Calls of every kind, and all that their answers say: what must be the same whatever happens to the engine."""
+"""Requests of every kind with their whole answers, which must not change whatever happens to the engine."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "beam": {"prompt": "The miller's daughter", "use_beam_search": True, "n": 3, "max_tokens": 30, "stream": False},
 }
-"""A whole answer has no stream: beam search gives no other."""
+"""Beam search cannot stream, so its answer is read whole."""
 
 
 async def ask_until(ended: asyncio.Task[Any], client: httpx.AsyncClient, expected: dict[str, Any], users: int) -> None:
-    """So many users ask for one kind after another, each at least once, and go on until the task has ended; every
-    answer must be the `expected` one of its kind."""
+    """Let `users` clients ask for one kind after another, each at least once, until the task has ended. Every answer
+    must equal the `expected` one of its kind.
+    """
     kinds = list(KINDS)
 
     async def user(number: int) -> None:
@@ -77,7 +78,9 @@ async def ask_until(ended: asyncio.Task[Any], client: httpx.AsyncClient, expecte
 
 
 async def answer(client: httpx.AsyncClient, asked: dict[str, Any]) -> Any:
-    """What a stream says of each choice, put together, and how many tokens it used; or a whole answer's choices."""
+    """Return the joined chunks of each choice of a stream, or the choices of a whole answer; and the prompt and
+    completion token counts.
+    """
     body = {"max_tokens": 120, "stream": True, "stream_options": {"include_usage": True}} | asked
     path = CHAT if "messages" in body else COMPLETIONS
     if not body["stream"]:
@@ -106,7 +109,9 @@ async def answer(client: httpx.AsyncClient, asked: dict[str, Any]) -> Any:
 
 
 def _joined(before: Any, after: Any) -> Any:
-    """Two pieces of an answer as one: texts and lists go on, an object's members each, and the rest is said once."""
+    """Join two parts of an answer: concatenate texts and lists, merge objects by member; all other values must be
+    equal.
+    """
     if before is None or after is None:
         return after if before is None else before
     if isinstance(before, str) and isinstance(after, str):
@@ -125,5 +130,5 @@ def _joined(before: Any, after: Any) -> Any:
 
 
 def _counts(usage: dict[str, Any]) -> tuple[int, int]:
-    """Not the cached tokens: those depend on what else has run."""
+    """Token counts without cached tokens, which depend on what else has run."""
     return usage["prompt_tokens"], usage["completion_tokens"]

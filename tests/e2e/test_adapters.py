@@ -1,4 +1,4 @@
-"""Many more adapters than fit at once, asked for as the real world asks, by an engine that is killed under way."""
+"""Many more LoRA adapters than fit at once, requested with Zipf-distributed popularity, while the engine is killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def answer(client: httpx.AsyncClient, key: tuple[str, str]) -> Any:
 
 
 async def test_two_hundred(server: Server) -> None:
-    """All of the requests are answered, those of one kind alike: beside any others, and alone."""
+    """Equal requests get equal answers, whichever requests run at the same time."""
     rng = random.Random(4)
     names = [f"a{number}" for number in range(ADAPTERS)]
     zipf = [1 / (rank + 1) for rank in range(ADAPTERS)]
@@ -78,11 +78,11 @@ async def test_two_hundred(server: Server) -> None:
         for key in rng.sample(sorted(found), 20):
             assert await answer(client, key) == found[key]
     first = {key[0]: value[0]["text"] for key, value in found.items() if key[1] == PROMPTS[0]}
-    assert len(set(first.values())) > len(first) // 2  # they differ, as their adapters do
+    assert len(set(first.values())) > len(first) // 2  # the adapters differ, so the texts do
 
 
 async def test_reloaded_while_streams_run(server: Server, tmp_path: Path) -> None:
-    """A stream that began on an adapter ends on it, though its name gets other weights and the engine dies."""
+    """The adapter's name gets other weights, and the engine dies, while the request runs."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     folder = save_adapter(tmp_path / "mine", model, 8, seed=1000)
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:

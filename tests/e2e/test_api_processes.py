@@ -1,4 +1,6 @@
-"""Several API processes in front of one engine: the tokens of one process, and each death costs what it alone held."""
+"""Several API processes in front of one engine answer like one process, and a dead process loses only its own
+connections.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")
 LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 1200, "ignore_eos": True}
-"""Long enough that all of STREAMS run at once, however slowly they come."""
+"""Long enough that all of STREAMS run at once, however slow the start of each is."""
 STREAMS, LOOKS, KILLS = 24, 12, 2
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process answers."""
+    """Answers of a server with one process."""
     server = Server(tmp_path_factory.mktemp("one") / "log", *FLAGS)
 
     async def ask() -> dict[str, Any]:
@@ -51,7 +53,7 @@ async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.As
     server = Server(log, *FLAGS, "--api-server-count", "2", *flags)
     try:
         await until(lambda: "ready " in log.read_text())
-        # Every request has a connection of its own, so that each API process gets some.
+        # Every request opens its own connection, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
             yield server, client
@@ -61,7 +63,7 @@ async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.As
 
 
 async def until(holds: Callable[[], bool], seen: Callable[[], object] = str) -> None:
-    """`seen`: what a failure tells of. The looks are a thread's, for streams are read meanwhile."""
+    """Poll `holds` in a thread, because streams are read meanwhile. `seen` is printed on failure."""
     try:
         async with asyncio.timeout(120):
             while not await asyncio.to_thread(holds):  # noqa: ASYNC110 - a poll is soon enough
@@ -104,7 +106,8 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
     async with served(tmp_path / "log") as (server, client):
         before = server.api_pids()
         assert await answer(client, LONG) == expected["long"]
-        # Whoever is asked for metrics asks the others, whose counts the hub keeps then: each must have been asked once.
+        # A process that is asked for metrics asks the others, and the leader keeps their counts then: ask each process
+        # once.
         counted = {await asyncio.to_thread(server.metric, "vllm:request_success_total") for _ in range(LOOKS)}
         assert counted == {1.0}
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
@@ -155,13 +158,13 @@ async def test_an_api_process_that_hangs_is_killed_and_replaced(tmp_path: Path, 
 
 
 def listeners(port: int) -> int:
-    """The sockets that listen on a port. A killed process is a zombie before its last thread lets go of them."""
+    """Number of sockets that listen on a port. A killed process is a zombie before its last thread closes them."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     return sum(line[1].endswith(f":{port:04X}") and line[3] == "0A" for line in lines)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended, but for threads that are about to."""
+    """True if a process has ended, though some of its threads may still be exiting."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -169,13 +172,13 @@ def ended(pid: int) -> bool:
 
 
 def listens(pid: int) -> bool:
-    """Whether a process has a socket that listens."""
+    """True if a process has a listening socket."""
     inodes = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
     links = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
         try:
             links.append(os.readlink(each))
-        except OSError:  # it was closed meanwhile
+        except OSError:  # closed meanwhile
             continue
     return any(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
 

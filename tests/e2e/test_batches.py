@@ -1,4 +1,4 @@
-"""A batch through the deaths of all processes of its server: each request has one result, the same as undisturbed."""
+"""A batch survives the deaths of all server processes: each request has one result, the same as without kills."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def line(number: int) -> dict[str, Any]:
 
 
 def begin(url: str, count: int) -> str:
-    """A batch of so many lines; its id."""
+    """Create a batch of `count` lines; return its id."""
     content = "\n".join(json.dumps(line(number)) for number in range(count))
     file = httpx.post(f"{url}/v1/files", files={"file": ("in.jsonl", content), "purpose": (None, "batch")}).json()
     made = httpx.post(
@@ -47,13 +47,13 @@ def begin(url: str, count: int) -> str:
 
 
 def state(url: str, id: str) -> dict[str, Any]:
-    with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as http:  # the process that is asked may just end
+    with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as http:  # the asked process may be ending
         found: dict[str, Any] = http.get(f"{url}/v1/batches/{id}").json()
     return found
 
 
 def results(url: str, id: str) -> dict[str, Any]:
-    """What came of each line, when all have ended; every custom_id once."""
+    """Wait until the batch has completed; return each line's choices or error by custom_id, which must occur once."""
     deadline = time.monotonic() + 240
     while (now := state(url, id))["status"] not in ENDED:
         assert time.monotonic() < deadline, now
@@ -70,7 +70,7 @@ def results(url: str, id: str) -> dict[str, Any]:
 
 
 def kill_all(server: Server) -> None:
-    """At once, as a machine that loses its power would end them."""
+    """Kill all processes at once, as a power loss would."""
     family = [server.process.pid, *descendants(server.process.pid)]
     for pid in family:
         os.kill(pid, signal.SIGSTOP)
@@ -104,7 +104,7 @@ def test_every_request_has_one_result_whatever_is_killed(count: int, kills: int,
                 assert results(server.url, id) == expected
             else:
                 time.sleep(rng.uniform(0.2, 1) * took / (kills + 1) / 2)
-                os.kill(rng.choice(server.api_pids()), signal.SIGKILL)  # it may be the one that answers the batch
+                os.kill(rng.choice(server.api_pids()), signal.SIGKILL)  # may be the process that runs the batch
                 time.sleep(rng.uniform(0.2, 1) * took / (kills + 1) / 2)
                 assert state(server.url, id)["status"] in ("validating", "in_progress", "finalizing", "completed")
         finally:

@@ -1,5 +1,6 @@
-"""A long conversation with a model whose layers keep states: guesses and cached prefixes are on, and the engine is
-killed. Each turn's tokens are those of a server that computes every turn afresh, and only what is new is computed."""
+"""A long conversation with recurrent models, drafts, prefix caching and engine kills: each turn's tokens equal those of
+a server that computes every turn afresh, and only new tokens are computed.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ pytestmark = pytest.mark.slow
 
 TURNS, KILLS = 40, (13, 27)
 EVERY = 48
-"""Tokens from one snapshot to the next."""
+"""Tokens between two state snapshots."""
 FLAGS = ("--threads", "1", "--max-model-len", "2048", "--snapshot-tokens", str(EVERY), "--dtype", "bfloat16")
 VOCAB = 4096
 
 
 def served(folder: Path, family: str) -> Path:
-    """With the embedded model's tokenizer."""
+    """Save a tiny model of the family with the embedded model's tokenizer."""
     path = save_tiny_model(folder / "model", family, vocab_size=VOCAB, max_position_embeddings=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, path)
@@ -38,7 +39,7 @@ def served(folder: Path, family: str) -> Path:
 
 
 async def turn(client: httpx.AsyncClient, prompt: list[int], on_chunk: Any = None) -> tuple[list[int], int]:
-    """The answer's ids, and how many of the prompt's tokens were computed."""
+    """Return the answer's token ids and the number of prompt tokens that were computed."""
     asked = {"model": "m", "prompt": prompt, "max_tokens": 18, "seed": len(prompt), "stream": True}
     asked |= {"temperature": 0.7 if len(prompt) % 2 else 0.0}
     asked |= {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
@@ -80,7 +81,7 @@ async def test_forty_turns_with_guesses_hits_and_two_kills(family: str, tmp_path
     ):
         for number in range(TURNS):
             text = [rng.randrange(3, VOCAB) for _ in range(3)]
-            prompt = history + text * 3  # so that there is something to guess from
+            prompt = history + text * 3  # so that n-grams repeat and drafts are made
             got, computed = await turn(client, prompt, kill if number in KILLS else None)
             wanted, every = await turn(other, prompt)
             assert got == wanted, f"turn {number}"
@@ -88,7 +89,7 @@ async def test_forty_turns_with_guesses_hits_and_two_kills(family: str, tmp_path
             assert every == len(prompt)
             if number not in KILLS and number:
                 new = len(prompt) - answered
-                # An engine that had ended its answer before it was killed computes none again, and has nothing cached.
+                # An engine that had finished its answer before the kill computes nothing again, and its cache is empty.
                 had_ended = number - 1 in KILLS and computed == len(prompt)
                 assert computed <= new + EVERY or had_ended, f"turn {number}: {computed} tokens, {new} are new"
             history, answered = prompt + got, len(prompt) + len(got)

@@ -1,4 +1,4 @@
-"""`curl --retry` through the death of the whole server: with an Idempotency-Key it gets the answer that had begun."""
+"""`curl --retry` with an Idempotency-Key resumes the same answer after the whole server was killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY = ["--retry", "120", "--retry-delay", "1", "--retry-all-errors"]
 
 
 def curl(server: Server, answer: Path, body: dict[str, Any], key: str) -> subprocess.Popen[bytes]:
-    """Started; what it gets is in the file when it ends."""
+    """Start curl; its answer is in the file when it ends."""
     url, given = f"{server.url}/v1/completions", ["-d", json.dumps(body), "-H", "Content-Type: application/json"]
     return subprocess.Popen(["curl", "-sSfN", *RETRY, url, *given, "-H", f"Idempotency-Key: {key}", "-o", str(answer)])
 
@@ -36,8 +36,8 @@ def until_it_generates(server: Server, curl: subprocess.Popen[bytes]) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 @pytest.mark.parametrize("stream", [False, True])
 def test_curl_gets_the_answer_that_had_begun(stream: bool, tmp_path: Path) -> None:
-    """No seed is given: another answer would be another text."""
-    long = ["--max-model-len", "2048"]  # else an answer may end before the kill, on a busy machine
+    """The request has no seed, so another answer would be another text."""
+    long = ["--max-model-len", "2048"]  # otherwise an answer may end before the kill on a busy machine
     flags = [*SMALL, *long, "--data-dir", str(tmp_path / "data")]
     body = BODY | {"stream": stream}
     first, second, seeded = (tmp_path / name for name in ("first", "second", "seeded"))

@@ -1,4 +1,4 @@
-"""Explanations of the real engine: phases add up, chunks and batch mates are right, restarts are in them."""
+"""Explanations of a real engine: phases add up, chunks and batch mates are right, and engine restarts are included."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> tuple[str, float]:
-    """The answer's id, and the seconds that it took."""
+    """Return the answer's id and the seconds that it took."""
     began = time.monotonic()
     response = await client.post("/v1/completions", json={"temperature": 0, "ignore_eos": True} | body)
     assert response.status_code == 200, response.text
@@ -71,7 +71,7 @@ async def test_a_lone_request(server: Server) -> None:
 
 
 async def test_mates_queues_and_preemptions(server: Server) -> None:
-    """40 pages hold 640 tokens, five times 150 are asked for: some wait, some are preempted, all are explained."""
+    """40 blocks hold 640 tokens and 5 requests need 150 output tokens each, so some wait and some are preempted."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         done = await asyncio.gather(
             *(complete(client, prompt=list(range(20 + i, 60 + i)), max_tokens=150) for i in range(5))
@@ -86,7 +86,7 @@ async def test_mates_queues_and_preemptions(server: Server) -> None:
         mates = {mate.rsplit("-", 1)[0] for batch in own["batches"] for mate in batch["mates"]}
         assert mates <= set(names) - {found["id"]}
         accompanied += bool(mates)
-    assert accompanied > 1  # the last one may have had to wait until all others had ended
+    assert accompanied > 1  # the last one may have waited until all others had ended
     sequences = [found["sequences"][0] for found in all_found]
     assert server.metric("vllm:num_preemptions_total") == sum(own["preemptions"] for own in sequences) > 0
     for own in sequences:
@@ -95,7 +95,7 @@ async def test_mates_queues_and_preemptions(server: Server) -> None:
 
 @pytest.mark.slow
 async def test_an_explanation_covers_the_restart_of_an_engine(server: Server) -> None:
-    """The pool has room for one sequence and a bit, so that four take long enough to be killed at it."""
+    """The pool has room for little more than one sequence, so four take long enough to be killed meanwhile."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         asking = asyncio.create_task(complete(client, prompt="Once", max_tokens=450, n=4))
         while server.metric("vllm:num_requests_running") == 0:

@@ -1,4 +1,4 @@
-"""The application in an ASGI server that is not `quire serve`."""
+"""The application runs in an ASGI server other than `quire serve`."""
 
 from __future__ import annotations
 

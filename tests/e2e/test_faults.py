@@ -1,4 +1,4 @@
-"""Streams outlive their engine: it is killed at random moments, and every stream ends as it does without faults."""
+"""The engine is killed at random moments, and every answer equals that of a run without faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = ("--threads", "1", "--engine-heartbeat-timeout", "3", "--tool-call-parse
 
 @pytest.fixture(scope="module", params=["none", "suffix"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that guesses no tokens, and one that guesses them from what others were answered."""
+    """A server without speculative decoding, and one that drafts from the suffixes of earlier answers."""
     guessing = () if request.param == "none" else ("--speculative-config", request.param)
     server = Server(tmp_path_factory.mktemp("server") / "log", *FLAGS, *guessing)
     yield server
@@ -36,7 +36,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 async def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answers of a server that guesses nothing, by kind."""
+    """Answers of a server without speculative decoding, by kind."""
     server = Server(tmp_path_factory.mktemp("expected") / "log", *FLAGS)
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         found = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
@@ -45,7 +45,7 @@ async def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
-    """Kill one engine after another, one in four while it starts; how many were ready."""
+    """Kill one engine after another, one in four during its start; return how many were ready."""
     killed, ready_ones = 0, 0
     for _ in range(kills):
         while (pid := server.engine_pid()) in (None, killed):  # noqa: ASYNC110, there is no event to wait for
@@ -70,7 +70,7 @@ async def test_no_stream_notices_that_engines_die(server: Server, expected: dict
 
 
 async def test_states_of_layers_are_computed_again(tmp_path: Path) -> None:
-    """A model with convolutions, whose states die with the engine; with guesses, which make it take states back."""
+    """A model with short convolutions, whose states die with the engine; rejected drafts make it restore states."""
     model = ("--model", str(hybrid(tmp_path, "lfm2")), "--max-model-len", "400", *FLAGS)
     plain = Server(tmp_path / "plain", *model, "--no-enable-prefix-caching")
     async with httpx.AsyncClient(base_url=plain.url, timeout=240) as client:
@@ -97,7 +97,9 @@ async def test_no_stream_notices_that_engines_die_where_a_class_of_transformers_
 
 
 async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:
-    """Before it ever was ready, as many as would end its start by faults of its own; and with all kinds open."""
+    """Before the first engine is ready, it is killed as often as would end the start if the engine failed by itself.
+    Then it is killed while requests of all kinds drain.
+    """
     log = tmp_path / "log"
     server = Server(log, *FLAGS, wait=False)
     killed: set[int] = set()
@@ -112,7 +114,7 @@ async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:
         expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
         streams = [asyncio.create_task(answer(client, asked)) for asked in KINDS.values()]
         while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)  # for all to be sent: what comes after the signal is refused
+            await asyncio.sleep(0.1)  # until all requests are sent: those after the signal are rejected
         server.process.send_signal(signal.SIGTERM)
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert await asyncio.gather(*streams) == list(expected.values())

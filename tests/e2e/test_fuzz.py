@@ -1,7 +1,7 @@
-"""Bodies that nobody thought of, of every route and up to 16 MB, beside other callers: clear errors, a bounded server.
+"""Generated bodies of every route, up to 16 MB, get clear errors and do not disturb other clients.
 
-An example is small (a place in a route's schema, a kind of value, a size), so that hypothesis can make it smaller and
-tell it. `benchmarks/attacks.py` has the ones that once broke something.
+An example is a field of a route's schema, a kind of value and a size, so hypothesis can shrink and print it.
+`benchmarks/attacks.py` has the bodies that once broke the server.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.tiers import examples
 pytestmark = pytest.mark.slow
 
 MOST_BYTES = 15_900_000
-"""A little less than --max-body-size."""
+"""A little less than --max-body-size, in bytes."""
 ALLOWED = (200, *range(400, 430), 503)
 WAITS = ("/init_weights_group", "/sleep", "/wake_up", "/update_weights", "/close_weights_group")
-"""An admin's, or they wait for others."""
+"""Routes for admins, or routes that wait for other processes."""
 SWITCHES = ("stream", "background")
-"""Their answers are no JSON, or none that tells the end."""
+"""Fields whose answers are not JSON, or do not tell when the request ends."""
 MESSAGES = [{"role": "user", "content": "hi"}]
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
@@ -79,17 +79,17 @@ VALUES: dict[str, tuple[bytes, bytes, bytes]] = {
     "one key": (b'{"k":1', b',"k":1', b"}"),
     "deep": (b"", b"[", b""),
 }
-"""By kind: how a value of JSON begins, what is repeated, and how it ends."""
+"""Kind of value: how its JSON begins, the part that is repeated, and how it ends."""
 
 
 Schemas = dict[str, Any]
 Step = tuple[str | int, str]
-"""A field's name, or 0 for the first entry of a list; and the JSON of the fields that must stand beside it."""
+"""A field's name, or 0 for the first entry of a list; and the JSON of the sibling fields that the schema requires."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A field of a route's body, and what leads to it."""
+    """A field of a route's body and the path to it."""
 
     route: str
     path: tuple[Step, ...]
@@ -106,7 +106,7 @@ class Place:
 
 
 def places() -> list[Place]:
-    """Every field of every body that the application describes, nested ones too, and one that it does not know."""
+    """Every field of every body in the OpenAPI description, nested ones included, and one unknown field per route."""
     described = make_app(FakeEngine(hashed(b"abc "))).openapi()
     schemas = described["components"]["schemas"]
     found: list[Place] = []
@@ -121,7 +121,7 @@ def places() -> list[Place]:
 
 
 def fields(schema: Any, schemas: Schemas, path: tuple[Step, ...], seen: tuple[str, ...]) -> list[tuple[Step, ...]]:
-    """The paths of a schema's own fields and of those below them; a schema within itself is followed once."""
+    """Paths of a schema's fields and of their nested fields; a recursive schema is followed once."""
     name = schema.get("$ref", "").rpartition("/")[2]
     if name in seen or len(path) > 8:
         return [path]
@@ -141,7 +141,7 @@ def fields(schema: Any, schemas: Schemas, path: tuple[Step, ...], seen: tuple[st
 
 
 def least(schema: Any, schemas: Schemas) -> Any:
-    """A small value that a schema allows."""
+    """Return a small value that a schema allows."""
     if "$ref" in schema:
         return least(schemas[schema["$ref"].rpartition("/")[2]], schemas)
     for union in ("anyOf", "oneOf"):
@@ -162,7 +162,7 @@ def value_of(kind: str, size: int) -> bytes:
 
 
 sizes = st.floats(0, 1).map(lambda share: int(16 * (MOST_BYTES / 16) ** share))
-"""Bytes, as often from 1 to 10 KB as from 1 to 10 MB."""
+"""Bytes on a logarithmic scale: as often from 1 to 10 KB as from 1 to 10 MB."""
 
 
 @pytest.fixture(scope="module")

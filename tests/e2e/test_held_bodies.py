@@ -1,5 +1,6 @@
-"""What stays of large bodies whose answers nobody reads, or go on in the background, and conversations that grow: the
-server's process stays small, its loop free, and others are served."""
+"""Large bodies with unread or background answers, and growing conversations, leave the server's memory bounded, its
+event loop free and other clients served.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TOOLS = [{"type": "function", "function": {"name": f"f{i}", "description": "d" *
 
 
 def asked(size: int, **fields: Any) -> dict[str, Any]:
-    """A response that repeats a description of so many characters."""
+    """A Responses body whose answer repeats a tool description of `size` characters."""
     tool = {"type": "function", "name": "f", "description": "d" * size}
     return {"input": "Hi", "tools": [tool], "tool_choice": "none", "max_output_tokens": 50, **fields}
 
@@ -62,14 +63,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """A server that stores responses."""
     folder = tmp_path_factory.mktemp("held")
     with watched_server(folder, "--data-dir", str(folder / "data")) as server:
-        with server.client(TENANTS[-1]) as http:  # what starts once
+        with server.client(TENANTS[-1]) as http:  # start processes that start once
             http.post(RESPONSES, json={"input": "Hi " * 3000, "max_output_tokens": 1, "truncate_prompt_tokens": 9})
         yield server
 
 
 @asynccontextmanager
 async def unread(server: Watched, path: str, body: bytes, key: str) -> AsyncIterator[int]:
-    """Send a request, and read no more of its answer than the status, which is given, until the block ends."""
+    """Send a request and yield its status; the rest of the answer stays unread until the block ends."""
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         plain.setblocking(False)
@@ -120,7 +121,7 @@ async def held_open(server: Watched, attack: Attack, body: bytes) -> set[int]:
         for _ in callers:
             await answered.acquire()
     await asyncio.sleep(2)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:  # a body of another key that is not small
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:  # a larger body of another key
         headers = {"Authorization": f"Bearer {TENANTS[-1]}"}
         sent = {"prompt": "a", "max_tokens": 1, "user": "u" * 200_000}
         (await http.post(COMPLETIONS, json=sent, headers=headers)).raise_for_status()
@@ -139,7 +140,7 @@ def test_a_conversation_that_grows_holds_nobody_up(watched: Watched) -> None:
 
 
 async def grown(server: Watched) -> None:
-    """Five messages of 10,000 empty parts, again and again until there are too many; then what reads them."""
+    """Add five messages of 10,000 empty parts until the conversation is full, then read it."""
     done = asyncio.Event()
     others = asyncio.create_task(honest(server, done))
     parts = [{"type": "input_text", "text": ""}] * 10_000

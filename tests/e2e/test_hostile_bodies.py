@@ -1,6 +1,7 @@
-"""Bodies that could stop all others, sent by many callers: right statuses, little memory, a responsive loop.
+"""Hostile bodies from many callers get the right statuses, take little memory and leave the event loop responsive.
 
-`make bench-hostile` measures how long; here is only what no slow machine explains."""
+`make bench-hostile` measures times; these tests check only what a slow machine cannot explain.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.tiers import slow
 pytestmark = pytest.mark.slow
 
 TRIED = [attack for i, each in enumerate(ATTACKS) for attack in ([each] if i % 3 == 0 else slow(each))]
-"""A third of them with every change."""
+"""A third of the attacks run with every change; the others are slow."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Images in a real server: its engine is killed while it answers; several API processes, engines and drafts."""
+"""Image requests on real servers: the engine is killed during an answer, and several API processes, engines and drafts
+run.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def ids_of(answer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def wanted(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[int]]]:
-    """What a server alone answers."""
+    """Token ids by seed, from a server with one process."""
     server = Server(tmp_path_factory.mktemp("log") / "log", str(path), *OPTIONS)
     try:
         yield {seed: ids_of(ask(client_of(server), seed, max_tokens=400)) for seed in (1, 5)}
@@ -79,7 +81,7 @@ def test_an_engine_that_is_killed_is_given_the_pixels_again(
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_so_it_is_with_every_mechanism(name: str, tmp_path: Path) -> None:
-    """Tokens that see each other, that stand in rows, that are rotated by these, and features behind layers."""
+    """The families cover bidirectional image tokens, row-wise image tokens, mRoPE, and deepstack features."""
     server = Server(tmp_path / "log", str(save_family(tmp_path / "model", name)), *OPTIONS)
     try:
         client = client_of(server)
@@ -131,7 +133,7 @@ def test_answers_are_the_same(
 def test_a_server_that_is_killed_goes_on_with_its_pictures(
     path: Path, wanted: dict[int, list[int]], tmp_path: Path
 ) -> None:
-    """A stream, by what --data-dir keeps."""
+    """--data-dir keeps the stream's request."""
     flags = (*OPTIONS, "--data-dir", str(tmp_path / "data"))
     body = {"model": "tiny", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
     stream = body | {"messages": messages_of(1), "stream": True}
@@ -142,7 +144,7 @@ def test_a_server_that_is_killed_goes_on_with_its_pictures(
         kill_all(server)
     server = Server(tmp_path / "second.log", str(path), *flags)
     try:
-        while last.rpartition(".")[2] == "0":  # until it ends
+        while last.rpartition(".")[2] == "0":  # until the stream ends
             more, last = read(server.url, stream, last, 10_000)
             events += more
         told = [json.loads(each) for each in events if each != "[DONE]"]
@@ -153,7 +155,7 @@ def test_a_server_that_is_killed_goes_on_with_its_pictures(
 
 
 def batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
-    """A batch of these; its id."""
+    """Create a batch of these bodies; return its id."""
     lines = [
         {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
         for number, body in enumerate(bodies)
@@ -164,7 +166,7 @@ def batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
 
 
 def answers_of(url: str, id: str) -> dict[int, Any]:
-    """By line its answer, when all have ended; nothing failed but what has no answer."""
+    """Wait until the batch has completed; return the answer or error body of each line by its number."""
     while (now := state(url, id))["status"] not in ENDED:
         time.sleep(0.1)
     assert now["status"] == "completed", now
@@ -174,7 +176,7 @@ def answers_of(url: str, id: str) -> dict[int, Any]:
 
 
 def told(answer: Any) -> Any:
-    """What does not depend on when it was asked for."""
+    """The parts of an answer that do not depend on the time of the request."""
     if answer.get("error"):
         return answer["error"]["message"]
     if answer["object"] == "response":
@@ -188,7 +190,7 @@ def told(answer: Any) -> Any:
 @needs_proc
 @pytest.mark.parametrize("endpoint", [CHAT, "/v1/responses", "/v1/embeddings"])
 def test_a_batch_of_pictures_goes_on_behind_a_kill(endpoint: str, path: Path, tmp_path: Path) -> None:
-    """To the same bits as asked for one by one; a line whose picture is broken has its error."""
+    """Answers equal those of single requests bit for bit; a line with a broken image has its error."""
     flags, model = [*OPTIONS, "--data-dir", str(tmp_path / "data"), "--max-num-seqs", "8"], path
     if endpoint == "/v1/embeddings":
         model, flags = save_family(tmp_path / "model", "qwen3_vl"), [*flags, "--runner", "pooling"]
@@ -228,7 +230,7 @@ def test_a_batch_of_pictures_goes_on_behind_a_kill(endpoint: str, path: Path, tm
 
 
 def test_several_models_of_which_one_reads_images(path: Path, wanted: dict[int, list[int]], tmp_path: Path) -> None:
-    """What their requests hold in memory has room for images, whichever model was loaded first."""
+    """The memory lease of requests has room for images, whichever model was loaded first."""
     other = save_family(tmp_path / "model", "qwen3_vl")
     file = tmp_path / "models.toml"
     file.write_text(
@@ -254,7 +256,7 @@ def messages_of(seed: int) -> list[dict[str, Any]]:
 
 
 def read(url: str, body: dict[str, Any], last: str, most: int) -> tuple[list[str], str]:
-    """So many of a stream's events behind the `last` one, and the id of the last of them."""
+    """Read at most `most` events of a stream after the event `last`; return them and the id of the last one."""
     found: list[str] = []
     headers = {"Last-Event-ID": last} if last else {}
     with httpx.stream("POST", f"{url}{CHAT}", json=body, headers=headers, timeout=60) as answer:

@@ -1,4 +1,4 @@
-"""A request that ends every engine that computes it: it ends with an error, and no other request does."""
+"""A request that kills every engine that computes it ends with an error, and no other request does."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MESSAGE = "this request crashed the engine each time it ran by itself, so it was
 
 
 def killer(way: str, tokens: int = 0) -> dict[str, Any]:
-    """Ends engines in the step after it has so many tokens."""
+    """A request that ends the engine in the step after it has `tokens` tokens."""
     return {"prompt": "The wolf", "temperature": 1.0, "seed": SEEDS[way], "min_tokens": tokens, "max_tokens": 60}
 
 
 async def beside(server: Server, client: httpx.AsyncClient, others: int, *bodies: dict[str, Any]) -> list[Any]:
-    """The answers to `bodies` while others are open, every one of which must be as it is alone."""
+    """Post `bodies` while other requests run; the answers to these must equal those without disturbance."""
     kinds = [list(KINDS)[number % len(KINDS)] for number in range(others)]
     expected = {kind: await answer(client, KINDS[kind]) for kind in dict.fromkeys(kinds)}
     running = [asyncio.create_task(answer(client, KINDS[kind])) for kind in kinds]
@@ -89,7 +89,9 @@ async def test_requests_that_raise_hang_or_freeze_the_engine(tmp_path: Path, way
 
 
 async def test_two_such_requests_one_streaming_one_by_openais_sdk(tmp_path: Path) -> None:
-    """The stream keeps what came before; the SDK does not send it again; the choices beside it go down with it."""
+    """The stream keeps the chunks before the error, the SDK does not retry, and all choices of the request fail
+    together.
+    """
     server = Server(tmp_path / "log", *FLAGS, env=ENV)
     async with client_of(server) as client, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:
         by_sdk = asyncio.create_task(

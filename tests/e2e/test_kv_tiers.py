@@ -1,4 +1,4 @@
-"""The real server with KV in tiers: over the death of its engine and over a restart, and for one key but no other."""
+"""KV offload to disk on a real server: blocks survive an engine kill and a restart, for one API key and no other."""
 
 from __future__ import annotations
 

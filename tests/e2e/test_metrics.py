@@ -1,4 +1,4 @@
-"""Every metric of the real server: it exists, and counts what it says and nothing else."""
+"""Every metric of a real server exists and counts what its name says."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PER_REQUEST = (
 )
 """Histograms that count each request once."""
 CROWD = 10
-"""Requests at once, of which the pages of two at most fit."""
+"""Concurrent requests; the KV blocks of at most two fit."""
 CROWDED = {"num_requests_running": 2, "num_requests_waiting": 1, "kv_cache_usage_perc": 0.5}
 CROWDED |= {"admission_rejections_total": 1}
-"""What is seen at least, at some moment, while they are served."""
+"""Minimum that each metric reaches at some moment while the requests run."""
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def scrape(server: Server) -> dict[str, float]:
-    """Every sample by name, summed over its labels; buckets left out, and `name:label` for what a label tells apart."""
+    """Every sample by name, summed over its labels, without buckets; and `name:label` for samples that a label
+    distinguishes.
+    """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
@@ -53,7 +55,7 @@ def scrape(server: Server) -> dict[str, float]:
 
 
 def body(index: int, tokens: int) -> dict[str, Any]:
-    """A request for so many tokens, on a prompt of 40 that the index chooses."""
+    """A request for `tokens` tokens with a prompt of 40 tokens that `index` selects."""
     prompt = list(range(20 + 50 * index, 60 + 50 * index))
     return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": tokens}
 
@@ -64,7 +66,7 @@ async def ask(client: httpx.AsyncClient, count: int, tokens: int) -> None:
 
 
 GUESSES = {f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")}
-"""What a server that guesses no tokens counts none of."""
+"""Metrics that stay 0 on a server without speculative decoding."""
 
 
 async def stream(client: httpx.AsyncClient, tokens: int) -> None:
@@ -107,13 +109,13 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         busy: dict[str, float] = {}
         rounds = 0
         while any(busy.get(f"vllm:{name}", 0) < least for name, least in CROWDED.items()):
-            rounds += 1  # a crowd may be over before it is seen
+            rounds += 1  # the requests may end before a scrape sees them
             assert rounds <= 20
             asking = asyncio.create_task(ask(client, CROWD, 120))
             while not asking.done():
                 now = await asyncio.to_thread(scrape, server)
                 if now["vllm:num_requests_waiting"] > 0 and not now["vllm:admission_rejections_total"]:
-                    await client.post("/v1/completions", json=body(0, 1) | {"n": CROWD})  # refused, if they still wait
+                    await client.post("/v1/completions", json=body(0, 1) | {"n": CROWD})  # rejected if they still wait
                 busy = {name: max(busy.get(name, 0.0), value) for name, value in now.items()}
             await asking
         assert busy["vllm:num_requests_waiting_by_reason:capacity"] >= 1

@@ -1,4 +1,4 @@
-"""`quire serve --models`: three models in the memory of two, on a real server."""
+"""`quire serve --models` with three models in memory for two, on a real server."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_models_are_loaded_when_asked_for_and_two_at_most_are_awake(server
         assert (gone.status_code, "cannot be loaded" in gone.text) == (503, True)
         huge = await http.post("/v1/completions", json=body("huge"))
         assert (huge.status_code, "needs 2.26 GiB awake" in huge.text) == (503, True), huge.text
-        assert sum(state == "awake" for state in (await states(http)).values()) > 0  # nobody made room for it
+        assert sum(state == "awake" for state in (await states(http)).values()) > 0  # no model was evicted for it
         error = (await http.post("/v1/completions", json=body("none"))).json()["error"]
         assert (error["code"], error["param"]) == ("model_not_found", "model")
         assert (await http.post("/v1/completions", content=b"{")).status_code == 400

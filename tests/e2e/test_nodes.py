@@ -1,5 +1,6 @@
-"""A model on two machines, which here are two trees of processes on loopback: what dies on either is survived, and no
-process outlives its command."""
+"""A model on two nodes, here two process trees on loopback: every death on either node is survived, and no process
+outlives its command.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ QUIRE = str(Path(sys.executable).with_name("quire"))
 
 
 class Machines:
-    """The first serves; the second is a command that may be ended and started again."""
+    """Node 0 serves; node 1 is a command that tests end and start again."""
 
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.marks = uuid.uuid4().hex, uuid.uuid4().hex
         self.second_log = folder / "second"
         self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2"]
         self._launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        """As torchrun says it; with RANK."""
+        """Variables as torchrun sets them, without RANK."""
         self._flags += ["--threads", str(ranks // 2), "--tool-call-parser", "hermes"]
         self.join()
         self.server = Server(folder / "first", *self._flags, env=self._variables(0), wait=False)
@@ -135,7 +136,7 @@ async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machine
 
 
 def test_all_ranks_are_back_in_the_rendezvous_within_ten_seconds(machines: Callable[..., Machines]) -> None:
-    """After each kind of death; where the machine is so busy that a start takes longer, within that."""
+    """If the machine is so busy that a start takes longer, the limit is the time of a start."""
     began = time.monotonic()
     made = machines()
     seconds = max(10.0, time.monotonic() - began)
@@ -162,7 +163,7 @@ def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: 
 
 @pytest.mark.slow
 def test_nobody_waits_for_a_stopped_rank_of_another_machine(machines: Callable[..., Machines]) -> None:
-    """As long as a step may take, two minutes."""
+    """Without detection the request would wait for the step timeout of two minutes."""
     made = machines()
     asked = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     url = f"{made.server.url}/v1/completions"
@@ -231,7 +232,7 @@ def test_a_machine_that_cannot_join_says_why_and_ends() -> None:
 def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed(
     kernel_kills: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine 0 cannot count what the kernel of another machine kills."""
+    """Node 0 cannot count the OOM kills of another node's kernel."""
     kills = count()
     monkeypatch.setattr("quire.engine.worker_node.oom_kills", lambda: next(kills) if kernel_kills else 3)
     settings = told()
@@ -239,7 +240,7 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
     keeping = threading.Thread(target=member.keep_rank_running, args=(0,), daemon=True)
     keeping.start()
     pids = set()
-    for _ in range(2):  # the next one may be killed as well while it waits, and another waits then
+    for _ in range(2):  # the next rank may be killed while it waits; then another one waits
         _, thread, found = gathering(settings)
         thread.join(60)
         (remote,) = found
@@ -258,6 +259,6 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
 
 
 def ranks_beside(parent: int) -> set[int]:
-    """The processes of ranks that any thread of this process has started."""
+    """Process ids of the ranks that any thread of the process has started."""
     children = " ".join(each.read_text() for each in Path(f"/proc/{parent}/task").glob("*/children")).split()
     return {int(pid) for pid in children if b"ranks.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()}

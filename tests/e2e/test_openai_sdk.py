@@ -1,4 +1,4 @@
-"""The OpenAI SDK against the real server on the embedded model."""
+"""The OpenAI SDK against a real server with the embedded model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ten times the load that a server can bear: it refuses at once what it cannot do, and does what it took on.
+"""At ten times its capacity a server rejects excess requests at once and completes those that it accepted.
 
-`TEST_OVERLOAD_SECONDS=60` makes it a minute; `-s` shows the figures, of which the time that a refusal takes is one.
+`TEST_OVERLOAD_SECONDS=60` makes the test a minute long; `-s` shows figures such as the time of a rejection.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("TEST_OVERLOAD_SECONDS", "4"))
 OVERLOAD = 10
 MAX_GROWTH = 16 * 2**20
-"""Bytes, of which a minute takes half a million; the thousands it refuses would show if they were kept."""
+"""Bytes. A minute has half a million requests, so memory kept for rejected ones would show."""
 TOKENS = 200
 SLOTS, QUEUE = 16, 64
 FLAGS = (
     *("--max-num-seqs", str(SLOTS), "--max-queued-requests", str(QUEUE), "--max-model-len", "1024", "--threads", "1"),
-    # What is bounded, but takes memory until it is full: so little that it is full before anything is measured.
+    # Bounded memory is set so small that it is full before measurement starts.
     *("--request-history", "16", "--num-kv-blocks", "256"),
 )
 
@@ -46,14 +46,14 @@ class Answer:
     status: int
     retry_after: bool
     tokens: int
-    """Of the answer, as its usage says."""
+    """Completion tokens in the answer's usage."""
     seconds: float
     at: float
 
 
 @asynccontextmanager
 async def client_of(server: Server, key: str = "x") -> AsyncIterator[httpx.AsyncClient]:
-    """Opens a connection for each request, and as many at once as are asked for."""
+    """A client that opens a connection for each request, without a limit."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, limits=limits, timeout=None) as client:
@@ -71,7 +71,7 @@ async def ask(client: httpx.AsyncClient, *, tokens: int = TOKENS, number: int = 
 
 
 async def capacity(client: httpx.AsyncClient) -> float:
-    """Requests a second that it completes with every slot busy."""
+    """Requests per second that the server completes with every slot busy."""
     began = time.perf_counter()
     answers = await asyncio.gather(*[ask(client, number=number) for number in range(32)])
     assert [answer.tokens for answer in answers] == [TOKENS] * 32
@@ -79,7 +79,7 @@ async def capacity(client: httpx.AsyncClient) -> float:
 
 
 async def flood(client: httpx.AsyncClient, rate: float, seconds: float) -> list[Answer]:
-    """So many requests a second, whatever becomes of them."""
+    """Send `rate` requests per second, whatever their answers are."""
     began = time.perf_counter()
     calls: list[asyncio.Task[Answer]] = []
     while (now := time.perf_counter() - began) < seconds:
@@ -90,7 +90,7 @@ async def flood(client: httpx.AsyncClient, rate: float, seconds: float) -> list[
 
 
 def resident(server: Server) -> dict[str, int]:
-    """Bytes, of the server's process and of its engine's."""
+    """Resident bytes of the server process and of the engine process."""
     pids = {"server": server.process.pid, "engine": server.engine_pid()}
     return {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for name, pid in pids.items()}
 
@@ -103,10 +103,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc"
 async def test_ten_times_the_load(server: Server) -> None:
     async with client_of(server) as client:
         rate = OVERLOAD * await capacity(client)
-        fills = 3 * (SLOTS + QUEUE) / rate  # seconds; on a slow machine more than all others here
-        # As long as what is measured: where a machine is slow, connections wait for their refusals, and take memory.
+        fills = 3 * (SLOTS + QUEUE) / rate  # seconds; the longest time of this test on a slow machine
+        # As long as the measured flood: on a slow machine connections wait for their rejections and take memory.
         await flood(client, rate, max(SECONDS, fills))
-        for _ in range(4):  # a longer queue of connections may once take more memory; what is kept grows each time
+        for _ in range(4):  # a longer queue of connections may take more memory once; a leak grows each time
             before = resident(server)
             answers = await flood(client, rate, max(SECONDS, fills))
             after = resident(server)
@@ -133,9 +133,8 @@ async def test_ten_times_the_load(server: Server) -> None:
 @pytest.mark.parametrize("server", [("--api-key", "greedy", "modest", "--max-queued-requests", "200")], indirect=True)
 @pytest.mark.timeout(600)
 async def test_a_greedy_key_does_not_take_anothers_share(server: Server) -> None:
-    """One has ten times as many requests open or refused as there are slots, the other three times as many as slots.
-
-    So many that the time in which a busy client gets round to its next request costs neither a slot.
+    """One key has ten times as many requests open or rejected as there are slots, the other three times as many. With
+    so many, the time until a busy client sends its next request leaves no slot empty.
     """
     answers: dict[str, list[Answer]] = {"greedy": [], "modest": []}
     over = asyncio.Event()
@@ -151,7 +150,7 @@ async def test_a_greedy_key_does_not_take_anothers_share(server: Server) -> None
 
     async with client_of(server, "greedy") as greedy, client_of(server, "modest") as modest:
         users = [asyncio.create_task(user(greedy, "greedy", number)) for number in range(160)]
-        await asyncio.sleep(1)  # it has all slots and its part of the queue by now
+        await asyncio.sleep(1)  # by now it has all slots and its part of the queue
         users += [asyncio.create_task(user(modest, "modest", number)) for number in range(48)]
         while len(answers["modest"]) < 48:  # noqa: ASYNC110, there is no event to wait for
             await asyncio.sleep(0.1)

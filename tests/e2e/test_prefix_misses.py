@@ -1,5 +1,6 @@
-"""Why prompts were not found in the prefix cache, as clients of every API are told: one conversation whose template
-writes another date before each turn."""
+"""Clients of every API learn why a prompt missed the prefix cache, here in a conversation whose template writes another
+date before each turn.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.e2e.server import Server
 pytestmark = pytest.mark.slow
 RULES = " ".join(f"Rule {number}: tell the truth about the number {number * 7 % 31}." for number in range(40))
 OTHERS = {"/v1/chat/completions": "two", "/v1/responses": "three", "/v1/messages": "four"}
-"""Another key for each API."""
+"""API paths with another API key for each."""
 KEYS = ("--api-key", "one", *(f"--api-key={key}" for key in OTHERS.values()), "--admin-api-key", "chief")
 
 
@@ -29,14 +30,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def client(server: Server, key: str) -> httpx.AsyncClient:
-    """Each request has a connection of its own, so that each API process gets some."""
+    """Each request opens its own connection, so that each API process gets some."""
     limits = httpx.Limits(max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits, headers=headers)
 
 
 def asked(path: str, day: int, turns: int) -> dict[str, Any]:
-    """A conversation's request after so many turns, on a day."""
+    """The request body of a conversation after `turns` turns on a day."""
     system = f"Today is day {day}. {RULES.replace('truth', path)}"
     said = [{"role": ("user", "assistant")[place % 2], "content": f"{path} {place}."} for place in range(2 * turns + 1)]
     if path == "/v1/responses":
@@ -58,7 +59,7 @@ async def whole(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tup
 
 
 async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The answer's id and the last usage that its stream tells."""
+    """Return the answer's id and the prompt token details of the stream's last usage."""
     more: dict[str, Any] = {"stream_options": {"include_usage": True}} if "chat" in path else {}
     name, usage = "", None
     async with http.stream("POST", path, json=body | {"stream": True} | more) as response:

@@ -1,4 +1,4 @@
-"""The server as a process: how it ends, and what happens to the engine's process."""
+"""The server as a process: how it ends, and what happens to the engine process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_health_is_503_while_it_drains_and_what_is_late_ends_with_an_error(tmp_path: Path) -> None:
-    """On connections it has: health and new requests are 503. What is not done in time ends with an error."""
+    """Health and new requests on open connections return 503. Requests that do not finish in time end with an error."""
     server = Server(tmp_path / "log", "--shutdown-timeout=4", "--threads=1")
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
     path = f"{server.url}/v1/completions"
@@ -160,7 +160,7 @@ def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_health_reports_a_stopped_engine_until_it_is_replaced(tmp_path: Path) -> None:
-    """A stopped engine is found out within the bound, by a server that itself answers all the time."""
+    """A stopped engine is detected within the heartbeat timeout, while the server itself keeps answering."""
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout", "1")
     os.kill(server.engine_pid(), signal.SIGSTOP)
     while server.healthy():

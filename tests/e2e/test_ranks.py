@@ -1,5 +1,6 @@
-"""Servers whose model is on several ranks, which divide every layer or are stages: a rank's death is survived as an
-engine's is, and no rank outlives its server."""
+"""Servers with tensor, pipeline or decode-context parallel ranks: a rank's death is survived like an engine's, and no
+rank outlives its server.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ FOLLOWER = b"quire.engine.worker.ranks.follower"
 
 
 def marked(mark: str) -> dict[int, bytes]:
-    """The processes, by id, that have a variable of this value in their environment, with their command lines."""
+    """Command lines, by process id, of the processes with this value in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
@@ -66,7 +67,7 @@ Start = Callable[..., tuple[Server, str]]
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Start]:
-    """Starts a server of so many ranks; returns it, and what marks its processes. None outlives a test that fails."""
+    """Starts a server of `ranks` ranks; returns it and the mark of its processes. None outlives a failed test."""
     servers: list[Server] = []
 
     def start(ranks: int, *, how: str = "tensor", wait: bool = True) -> tuple[Server, str]:
@@ -104,7 +105,7 @@ def test_an_engine_in_this_process_says_which_rank_has_ended(dividing: int) -> N
 
 @pytest.mark.slow
 def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
-    """The last one of those before it is told by the first one's end, and does not end by itself."""
+    """The other stage does not end by itself: it learns of the first one's end from the engine."""
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1, "dtype": "float32"}
     made = EngineCore(EngineConfig(model=DEMO_MODEL, pipeline_parallel_size=3, **settings))
     alone = EngineCore(EngineConfig(model=DEMO_MODEL, **settings))
@@ -134,7 +135,7 @@ async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: S
         rng = random.Random(ranks)
 
         def ready() -> bool:
-            """Of a death that it has not noticed yet a server says that it is healthy."""
+            """A server reports itself healthy until it has noticed a death, so ranks are checked, too."""
             return server.healthy() and bool(ranks_of(mark))
 
         async def kill() -> int:

@@ -1,4 +1,4 @@
-"""deploy/ray on a cluster of this machine alone; for a Python that has Ray."""
+"""deploy/ray on a one-machine cluster; needs a Python with Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 STREAMS = 100
 PATIENCE = 200.0
-"""Seconds in which Ray starts, a stream ends or replicas come and go, on a busy machine."""
+"""Seconds for Ray to start, a stream to end or replicas to change on a busy machine."""
 WORKED_ON = ("queued", "in_progress", "validating", "finalizing")
 PORTS = (
     *("--port", "--node-manager-port", "--object-manager-port", "--ray-client-server-port"),
@@ -40,7 +40,7 @@ PORTS = (
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a cluster that ends with the tests."""
+    """Address of a cluster that ends with the tests."""
     ports = {name: str(free_port()) for name in PORTS}
     flags = [part for pair in ports.items() for part in pair]
     with tempfile.TemporaryDirectory(prefix="quire-", dir="/tmp", ignore_cleanup_errors=True) as folder:
@@ -84,8 +84,7 @@ def wait_for(condition: Any, running: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def serving(cluster: str, folder: Path, args: Mapping[str, Any] | None = None, **replica: Any) -> Iterator[str]:
-    """The URL of what `serve run` makes of deploy/ray/serve.yaml, with other `args`, and other settings of the
-    replicas."""
+    """Run deploy/ray/serve.yaml with `serve run`, with these `args` and replica settings; yield its URL."""
     config = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text(encoding="utf-8"))
     config["http_options"]["port"] = port = free_port()
     config["applications"][0]["args"] = {"threads": 1, **(args or {})}
@@ -109,7 +108,7 @@ def serving(cluster: str, folder: Path, args: Mapping[str, Any] | None = None, *
         wait_for(lambda: answers(url), running)
         yield url
     finally:
-        serve.shutdown()  # as Ctrl-C for `serve run`, but this process forgets what ended, too
+        serve.shutdown()  # like Ctrl-C for `serve run`, and this process forgets the ended deployment, too
         running.kill()
         running.wait()
 
@@ -122,7 +121,7 @@ def answers(url: str) -> bool:
 
 
 def replicas() -> dict[str, int]:
-    """By state: how many there are."""
+    """Number of replicas by state."""
     deployments = serve.status().applications["quire"].deployments
     return {
         str(getattr(state, "value", state)): count for state, count in deployments["Replica"].replica_states.items()
@@ -130,20 +129,20 @@ def replicas() -> dict[str, int]:
 
 
 def pids(deployment: str = "Replica") -> dict[str, int]:
-    """By name: the processes of the deployment's replicas."""
-    from ray._private import state  # what is public needs the dashboard
+    """Process ids of the deployment's replicas by name."""
+    from ray._private import state  # the public API needs the dashboard
 
     named = {each["Name"]: each["Pid"] for each in state.actors().values() if each["State"] == "ALIVE"}
     return {name.rpartition("#")[2]: pid for name, pid in named.items() if f"#{deployment}#" in name}
 
 
 def metric(text: str, name: str) -> dict[str, float]:
-    """By replica."""
+    """Value by replica."""
     return {replica: float(value) for replica, value in re.findall(rf'^{name}{{.*replica="(\w+)"}} (\S+)', text, re.M)}
 
 
 def asked(index: int) -> dict[str, Any]:
-    """A chat with one of ten long prefixes."""
+    """A chat request with one of ten long prefixes."""
     story = f"Story {index % 10}. " + "The king went to the sea, and there he saw a fish. " * 12
     return {
         "model": "quire-demo",
@@ -155,7 +154,7 @@ def asked(index: int) -> dict[str, Any]:
 
 
 async def pieces(client: AsyncOpenAI, call: dict[str, Any]) -> AsyncIterator[str]:
-    """The texts of a stream; the reason for its end is the last."""
+    """Yield the texts of a stream, then its finish reason."""
     reason = None
     async for chunk in await client.chat.completions.create(stream=True, **call):
         for choice in chunk.choices:
@@ -214,7 +213,7 @@ async def test_replicas_follow_the_queue_and_drain(cluster: str, tmp_path: Path)
             async with asyncio.timeout(PATIENCE):
                 while replicas().get("RUNNING") != 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.2)
-                busy = False  # three go on, with answers while the second replica ends
+                busy = False  # three users continue while the second replica ends
                 await asyncio.gather(*users)
             assert replicas() == {"RUNNING": 1}
             assert set(ended) == {"[length]"}
@@ -222,7 +221,7 @@ async def test_replicas_follow_the_queue_and_drain(cluster: str, tmp_path: Path)
 
 
 def bodies(number: int) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a stream, of any API, two choices, or a tool call."""
+    """Path and body of a stream: any API, two choices, or a tool call."""
     said = {"messages": [{"role": "user", "content": f"Tell me of {number}"}], "temperature": 1.0, "seed": number}
     said |= {"model": "quire-demo", "stream": True, "max_tokens": 300, "ignore_eos": True}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -244,14 +243,14 @@ def ids(events: bytes) -> list[str]:
 
 
 def of_events(events: bytes) -> dict[str, bytes]:
-    """By id; without the moment of an answer's end."""
+    """Events by id, without the time of an answer's end."""
     found = {ids(each)[0]: re.sub(rb'"completed_at":\d+', b"", each) for each in events.split(b"\n\n") if ids(each)}
     assert len(found) == len(ids(events)), "an event came twice"
     return found
 
 
 def texts(events: bytes) -> dict[int, str]:
-    """Of each choice of a chat."""
+    """Text of each choice of a chat."""
     found: dict[int, str] = {}
     for each in re.findall(rb"^data: ({.*)$", events, re.M):
         for choice in json.loads(each)["choices"]:
@@ -260,7 +259,7 @@ def texts(events: bytes) -> dict[int, str]:
 
 
 async def test_what_is_accepted_outlives_replicas_and_the_journal(cluster: str, tmp_path: Path) -> None:
-    """Streams, a batch and answers in the background, while replicas and the actor that has data_dir are killed."""
+    """Replicas and the actor that owns data_dir are killed during streams, a batch and background responses."""
     with serving(cluster, tmp_path, {"data_dir": str(tmp_path / "da ta")}, num_replicas=2) as url:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
             while replicas().get("RUNNING") != 2:  # noqa: ASYNC110
@@ -313,10 +312,10 @@ async def test_what_is_accepted_outlives_replicas_and_the_journal(cluster: str, 
             os.kill(next(iter(pids().values())), signal.SIGKILL)
             streams += await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
             for number, (id, events) in enumerate(streams):
-                again = await until_answered("GET", f"/v1/streams/{id}")  # of any replica: all of it, to the byte
+                again = await until_answered("GET", f"/v1/streams/{id}")  # any replica has all of it, byte for byte
                 if number % 5:
                     assert of_events(again.content) == of_events(events)
-                else:  # whose choices come in any order
+                else:  # its choices come in any order
                     assert texts(again.content) == texts(events)
                 half = ids(events)[len(ids(events)) // 2]
                 rest = await until_answered("GET", f"/v1/streams/{id}", headers={"Last-Event-ID": half})

@@ -1,4 +1,4 @@
-"""A disk that is really full: what was accepted waits, callers are told, nothing is lost, all goes on."""
+"""On a full disk accepted work waits, callers get errors, nothing is lost, and work continues when there is room."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_proc]
 LINES = 60
 LONG = {"model": "quire-demo", "max_tokens": 400, "ignore_eos": True, "temperature": 1, "stream": True}
 CONVERSATION = {"items": [{"type": "message", "role": "user", "content": "x" * 20_000}]}
-"""What takes room each time that it is kept."""
+"""Takes room each time that it is stored."""
 
 
 @dataclass(frozen=True)
 class Disk:
     folder: Path
     fail: Callable[[], None]
-    """From now on it takes nothing more."""
+    """Fill the disk."""
     mend: Callable[[], None]
 
 
 def run(*command: str | Path) -> None:
-    """Skips the test where the machine does not let us."""
+    """Skip the test if the machine does not allow the command."""
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -1,4 +1,4 @@
-"""The receipts of real servers, with engines that are killed, replayed by the command."""
+"""`quire replay` replays receipts of real servers whose engines were killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def replayed(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[
 
 
 async def test_a_log_is_replayed_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two API processes, over the death of the engine."""
+    """The log is written by two API processes, across an engine kill."""
     log, asked = tmp_path / "receipts.jsonl", bodies()
     server = Server(tmp_path / "log", "--receipt-log", str(log), "--api-server-count", "2", "--threads", "1")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:

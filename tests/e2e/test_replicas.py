@@ -1,4 +1,4 @@
-"""Real engines beside each other: what one of them has cached is found again, and a kill of one changes no token."""
+"""Data-parallel engines: requests find cached prefixes on the right replica, and a killed replica changes no token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Tokens = dict[str, list[int]]
 
 
 def streams() -> list[EngineCoreRequest]:
-    """Greedy and sampled ones by turns; each prefix's first comes among the first."""
+    """Alternately greedy and sampled requests; the first request of each prefix is among the first ones."""
     draw = random.Random(21)
     prefixes = [[draw.randrange(8, 4000) for _ in range(PREFIX)] for _ in range(PREFIXES)]
     order = [*range(PREFIXES), *draw.sample([*range(PREFIXES)] * (STREAMS // PREFIXES - 1), STREAMS - PREFIXES)]
@@ -63,7 +63,7 @@ async def running(client: EngineClient) -> AsyncIterator[EngineClient]:
 async def computed(
     client: EngineClient, requests: Sequence[EngineCoreRequest], began: asyncio.Event | None = None
 ) -> Tokens:
-    """Their tokens. `began` is set when the first are there."""
+    """Return the tokens by request id. `began` is set when the first tokens arrive."""
     found: Tokens = {request.id: [] for request in requests}
     async for outputs in client.submit(requests):
         for output in outputs:
@@ -75,7 +75,7 @@ async def computed(
 
 
 async def hit_rate(client: EngineClient, requests: Sequence[EngineCoreRequest]) -> tuple[float, Tokens]:
-    """The first of each prefix, then all others at once."""
+    """Run the first request of each prefix, then all others at once; return the cache hit rate and the tokens."""
     before = client.engine_core.stats
     found = await computed(client, requests[:PREFIXES]) | await computed(client, requests[PREFIXES:])
     queries = client.engine_core.stats.prefix_queries - before.prefix_queries

@@ -1,4 +1,4 @@
-"""examples/rl/send_weights.py against a real server, and what is left in memory when that is killed."""
+"""examples/rl/send_weights.py against a real server, and the shared memory left when the server is killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_folders_weights_are_sent_and_go_with_the_server(tmp_path: Path) -> No
     finally:
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-    while any(file.exists() for file in received):  # bounded by pytest's own limit
+    while any(file.exists() for file in received):  # bounded by pytest's timeout
         time.sleep(0.05)
 
 

@@ -1,4 +1,6 @@
-"""A conversation is kept beside other load, and brought back by a hint: real engines, several API processes, a tier."""
+"""A pinned session keeps its blocks under load and is restored by a warm request, with real engines, several API
+processes and a KV tier.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 async def complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
-    """The answer's tokens, and how many of the prompt's were cached."""
+    """Return the answer's tokens and the number of cached prompt tokens."""
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -54,8 +56,8 @@ async def test_it_is_kept_and_brought_back_to_the_same_tokens(server: Server) ->
         wanted, _ = await complete(http, [*talk, *again, 360], cache_salt="elsewhere")
         told = (await http.post("/v1/sessions/talk/warm", json={"session_ttl": 0.001})).json()
         assert (told["object"], told["tokens"]) == ("session.warmed", len(talk) + len(again))
-        await others(http, 100)  # its time is over: it goes with the others
-        told = (await http.post("/v1/sessions/talk/warm")).json()  # from the tier, or computed if that is faster here
+        await others(http, 100)  # its TTL is over, so its blocks are evicted like others
+        told = (await http.post("/v1/sessions/talk/warm")).json()  # loaded from the tier, or computed if that is faster
         assert told["tokens"] == told["cached_tokens"] + told["computed_tokens"]
         found, cached = await complete(http, [*talk, *again, 360], session_id="talk")
         assert (found, cached) == (wanted, 304)

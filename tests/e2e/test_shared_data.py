@@ -1,6 +1,7 @@
-"""Several API processes that share --data-dir: what one of them was asked, any other knows, also after its end.
+"""Several API processes share --data-dir: each knows the requests of the others, also after their end.
 
-Each request has a connection of its own, so that any of the processes may get it."""
+Each request opens its own connection, so that any process may get it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def get(http: httpx.AsyncClient, path: str) -> httpx.Response:
-    """Also from a process that takes the place of one that was killed."""
+    """Retries until a replacement of a killed process answers."""
     while True:
         try:
             return await http.get(path)
@@ -71,7 +72,7 @@ async def test_a_response_in_the_background_is_everybodys(http: httpx.AsyncClien
     seen = [(await http.get(f"/v1/responses/{began['id']}")).json()["status"] for _ in range(6)]
     assert seen[0] != "completed", "too fast for this test"
     assert "in_progress" in seen
-    for pid in server.api_pids():  # one of them has it
+    for pid in server.api_pids():  # one of them runs it
         os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(2)
     told = await ended(http, began["id"])
@@ -88,7 +89,7 @@ async def test_its_events_are_followed_through_another_process(http: httpx.Async
     path = f"/v1/responses/{found[1]}?stream=true&starting_after=4"
     others = await asyncio.gather(*[http.get(path) for _ in range(6)])
     numbers = {tuple(map(int, re.findall(r'"sequence_number":(\d+)', each.text))) for each in others}
-    late = {each for each in numbers if len(each) == 1}  # asked behind its end, which gives the last event alone
+    late = {each for each in numbers if len(each) == 1}  # asked after its end, which returns the last event only
     (same,) = numbers - late
     assert same == tuple(range(5, 5 + len(same)))
     assert late <= {same[-1:]}

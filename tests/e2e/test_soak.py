@@ -1,6 +1,6 @@
-"""Short requests of every endpoint, many of them left half-way: then all memory, threads and files are free again.
+"""After short requests of every endpoint, many of them aborted, all memory, threads and files are free again.
 
-TEST_SOAK=300000 makes an hour of it; then the slopes are telling.
+TEST_SOAK=300000 takes an hour and makes the slopes meaningful.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Footprint:
 
 
 def forker(server: Server) -> int:
-    """The process that forks the workers. These are replaced, and a limit bounds what they take."""
+    """The process that forks the body workers. Workers are replaced, and a limit bounds their memory."""
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return next(int(child) for child in children if b"server.workers" in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Of the line of least squares."""
+    """Slope of the least-squares line."""
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
@@ -109,7 +109,7 @@ def others(rng: random.Random) -> dict[str, dict[str, Any]]:
 
 
 async def talk(client: httpx.AsyncClient, rng: random.Random) -> None:
-    """A conversation and its answers, one of them in the background; sometimes all that is stored is forgotten."""
+    """Use a conversation with a background response; sometimes delete all that is stored."""
     path = f"{CONVERSATIONS}/{(await client.post(CONVERSATIONS, json={})).json()['id']}"
     item = {"role": "user", "content": words(rng)}
     assert (await client.post(f"{path}/items", json={"items": [item] * 3})).is_success
@@ -126,7 +126,7 @@ async def talk(client: httpx.AsyncClient, rng: random.Random) -> None:
 
 
 async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
-    """A request as users send them: read to its end, left under way, or given up before anything came."""
+    """Send a request as users do: read to its end, left midway, or abandoned before the first byte."""
     kind = rng.random()
     if kind < 0.35:
         path, other = rng.choice(list(others(rng).items()))
@@ -160,7 +160,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """Of so few pages that all are in use soon: what was never touched takes no memory, and would look like a leak."""
+    """So few KV blocks that all are soon in use: untouched blocks take no memory and would look like a leak later."""
     flags = ["--threads=1", "--num-kv-blocks=128", "--max-model-len=512", "--max-stored-size=2", "--pooling-type=last"]
     server = Server(tmp_path / "log", *flags, "--data-dir", str(tmp_path / "data"))
     yield server
@@ -176,7 +176,7 @@ async def test_finished_requests_leave_no_memory_threads_or_files(server: Server
     for part in range(LOOKS):
         rngs = [random.Random(f"{part} {number}") for number in range(REQUESTS // LOOKS)]
         users = asyncio.Semaphore(USERS)
-        # A client for each look: httpx's pool never gives back the place of a call that is given up while it connects.
+        # A client per measurement: httpx's pool never frees the slot of a call that is cancelled while it connects.
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
 
             async def one(
@@ -198,7 +198,7 @@ async def test_finished_requests_leave_no_memory_threads_or_files(server: Server
         per_request = slope([(count, look.rss) for count, look in warm])
         print(f"{name}: {warm[-1][1].rss / 2**20:.1f} MiB, {per_request:.0f} bytes per request more", end="; ")
         print([(round(look.rss / 2**20, 1), look.threads, look.files) for _, look in looks])
-        # Pools of a few threads each grow until they are full; a leak would be one for each of hundreds of requests.
+        # Pools of a few threads grow until they are full; a leak would be a thread for each of hundreds of requests.
         assert max(look.threads for _, look in warm) <= looks[LOOKS // 2 - 1][1].threads + 8
         assert abs(warm[-1][1].files - warm[0][1].files) <= USERS, "open connections come and go, nothing else"
         grown = warm[-1][1].rss - warm[0][1].rss

@@ -1,5 +1,6 @@
-"""Servers whose ranks meet at a store, as GPUs' do, here on a CPU over connections: a rank's death is survived as an
-engine's is, and no rank outlives its server."""
+"""Servers whose ranks meet at a store, as on GPUs, here on a CPU over sockets: a rank's death is survived like an
+engine's, and no rank outlives its server.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[Server, str]]:
-    """One of two ranks; and what marks its processes. It does not outlive a test that fails."""
+    """A server of two ranks, and the mark of its processes. It does not outlive a failed test."""
     mark = uuid.uuid4().hex
     flags = ["--tensor-parallel-size", "2", "--threads", "2", "--attention-backend", "reference", "--dtype", "float32"]
     made = Server(tmp_path / "log", *flags, "--tool-call-parser", "hermes", env={"TEST_MARK": mark})

@@ -1,5 +1,6 @@
-"""Each kind of process that a server has is stopped (SIGSTOP) while requests of every kind are under way and come:
-every one ends within seconds, with the right answer or, where the stopped process alone had it, with a clear error."""
+"""Each kind of process of a server is stopped (SIGSTOP) while requests of every kind run and arrive: every request ends
+within seconds, with the right answer or, if only the stopped process had it, with a clear error.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 SECONDS = 30.0
-"""Every request ends within so many: half of it, where nothing else keeps the machine from starting an engine soon."""
+"""Every request ends within this time, or half of it if the machine is idle enough to start an engine soon."""
 HEARTBEAT = 4.0
-"""Seconds after which an engine, or a rank, is replaced."""
+"""Seconds after which an engine or a rank is replaced."""
 WORKER, FOLLOWER = b"quire.server.workers.worker", b"quire.engine.worker.ranks.follower"
 TEXT = "The fox and the crow. " * 5000
-"""A body that only workers read, and that is large for them."""
+"""A body so large that only body workers read it."""
 
 
 def children(pid: int, module: bytes) -> list[int]:
@@ -61,11 +62,11 @@ class Kind:
     find: Callable[[Server], list[int]]
     flags: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
-    """Which requests may be answered 503."""
+    """Requests that may be answered with 503."""
     breaks: bool = False
-    """Whether connections may break."""
+    """True if connections may break."""
     kill: Callable[[Server], list[int]] | None = None
-    """Idle ones, which are killed before anything is asked, so that this one has something to do."""
+    """Finds idle processes that are killed before the requests, so that the stopped process has work to do."""
 
 
 PROCESSES = {
@@ -89,7 +90,7 @@ async def posted(client: httpx.AsyncClient, path: str, body: dict[str, Any], *fi
 
 
 class Refused(Exception):
-    """With 503."""
+    """The server answered 503."""
 
 
 ASKS: dict[str, Callable[[httpx.AsyncClient], Any]] = {
@@ -114,7 +115,7 @@ async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path
     flags = ("--threads", "2", "--engine-heartbeat-timeout", str(HEARTBEAT), *kind.flags)
     server = Server(tmp_path / "log", *flags)
     try:
-        # Every request has a connection of its own, so that each API process gets some.
+        # Every request opens its own connection, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0, max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
             expected = {what: await ask(client) for what, ask in ASKS.items()}
@@ -183,7 +184,7 @@ async def test_a_signal_shows_what_threads_do_and_ends_no_process(tmp_path: Path
 
 
 async def ended(client: httpx.AsyncClient, what: str) -> tuple[str, Any]:
-    """What was asked, and its answer or its error. Fails where there is neither in time."""
+    """Return the request's kind and its answer or error. Fails if there is neither in time."""
     try:
         async with asyncio.timeout(SECONDS):
             return what, await ASKS[what](client)

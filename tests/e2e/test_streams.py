@@ -1,4 +1,4 @@
-"""Streams through the deaths of all processes and of their connections: their readers get what an uncut one does."""
+"""Streams survive the deaths of all processes and of their connections: readers get the same events as without cuts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"typ
 
 
 def call(number: int) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a stream."""
+    """Path and body of a stream."""
     rng = random.Random(number)
     text = " ".join(rng.choices(WORDS, k=rng.randrange(2, 20)))
     body: dict[str, Any] = {"model": "quire-demo", "stream": True, "seed": number, "temperature": rng.choice([0, 1])}
@@ -53,7 +53,7 @@ def call(number: int) -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class Reader:
-    """Reads one stream to its end, from whatever server is there."""
+    """Reads one stream to its end from whichever server is running."""
 
     number: int
     cuts: random.Random
@@ -71,7 +71,7 @@ class Reader:
                 await asyncio.sleep(0.2)
 
     async def _some(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
-        """Until it is cut: here, now and then, or by the server's end."""
+        """Read until the stream is cut, by the reader at random or by the server's end."""
         how = "POST", path
         if self.last and self.cuts.random() < 0.5:
             how = "GET", f"/v1/streams/{self.last.partition(':')[0]}"
@@ -106,7 +106,7 @@ async def read_all(url: list[str], count: int, cuts: int) -> list[Reader]:
 
 
 def content(reader: Reader) -> dict[int, list[Any]]:
-    """What the events say, by choice, without what differs from one call to the next."""
+    """Chunks by choice, without fields that differ between requests."""
     found: dict[int, list[Any]] = {}
     for event in reader.events:
         data = event.rpartition(b"data: ")[2]
@@ -128,7 +128,7 @@ def content(reader: Reader) -> dict[int, list[Any]]:
     [(16, 2, 2), pytest.param(16, 2, 1, marks=pytest.mark.slow), pytest.param(64, 3, 2, marks=pytest.mark.slow)],
 )
 async def test_streams_outlive_all_processes(count: int, kills: int, processes: int, tmp_path: Path) -> None:
-    """`processes`: that speak HTTP; of several one is killed alone, too."""
+    """`processes` is the number of API processes; if there are several, one is also killed alone."""
     flags = [*SMALL, "--data-dir", str(tmp_path / "data"), "--api-server-count", str(processes)]
     server = Server(tmp_path / "first.log", *flags)
     url = [server.url]

@@ -1,4 +1,4 @@
-"""Structured outputs from a real server through the OpenAI SDK: streamed, whole, and when the engine dies."""
+"""Structured outputs of a real server through the OpenAI SDK: streamed, whole, and after an engine kill."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def streamed(client: openai.OpenAI, kill: Server | None = None, **more: Any) -> dict[int, tuple[str, str | None]]:
-    """Text and finish reason of each choice; `kill` loses its engine after some chunks."""
+    """Text and finish reason of each choice. The engine of `kill` is killed after some chunks."""
     texts: dict[int, str] = {}
     reasons: dict[int, str | None] = {}
     for number, chunk in enumerate(client.chat.completions.create(stream=True, **ASKED, **more)):

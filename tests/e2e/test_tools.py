@@ -1,4 +1,4 @@
-"""Required calls by the embedded model, which was not trained on tools: the grammar makes it write them."""
+"""Required tool calls of the embedded model, which was not trained on tools: the grammar forces them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire trace` against a real server."""
+"""`quire trace` records a real server."""
 
 from __future__ import annotations
 

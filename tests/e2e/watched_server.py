@@ -1,4 +1,4 @@
-"""`quire`, with a watch on how long its HTTP server's event loop is blocked, in seconds of processor time."""
+"""`quire` with a log of how long the event loop of its HTTP server is blocked, in seconds of processor time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.cli import main
 from quire.server.http.server import HttpServer
 
 NOTED = 0.01
-"""Seconds of processor time without a turn of the event loop from which on a block is written down."""
+"""Seconds of processor time without a turn of the event loop from which a block is logged."""
 
 
 async def watch(log: Path) -> None:

@@ -1,5 +1,5 @@
-"""A device without a model, for tests of the scheduler: it runs batches in order, and checks that every token it is
-told to compute finds its predecessors' KV in its own pages.
+"""A device without a model, for tests of the scheduler. It runs batches in order and asserts that each computed token
+finds the KV of its predecessors in its request's blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_BLOCKS = 12
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake model picks: a function of the tokens so far and of nothing else."""
+    """The fake model's next token, a function of the tokens so far alone."""
     return zlib.crc32(repr(tokens).encode()) % 16
 
 
@@ -28,8 +28,9 @@ def fake_vector(tokens: list[int]) -> bytes:
 
 @dataclass
 class FakeDrafter(Drafter):
-    """Up to so many tokens that will be accepted, then up to so many that will not; how many depends on the tokens.
-    Proposes more than is useful."""
+    """Proposes some tokens that will be accepted, then some that will not; the tokens decide how many. Proposes more
+    than is useful.
+    """
 
     right: int
     wrong: int
@@ -51,10 +52,10 @@ DRAFTERS = {"none": None, "right": FakeDrafter(6, 0), "wrong": FakeDrafter(0, 4)
 
 
 class FakeDevice:
-    """Slots with token ids and page tables, pages with the tokens whose KV they hold."""
+    """Slots with token ids and block tables, blocks with the tokens whose KV they hold."""
 
     def __init__(self, block: int = BLOCK, windows: tuple[int | None, ...] = (None,)) -> None:
-        """`windows`: of groups of layers, each of which has pages of its own."""
+        """`windows`: one per KV cache group; each group has its own blocks."""
         self.block = block
         self.windows = windows
         self.pages: dict[int, list[tuple[int, ...] | None]] = {
@@ -98,7 +99,7 @@ class FakeDevice:
             end = row.start + row.num_tokens
             for group, window in enumerate(self.windows):
                 first = 0 if window is None else max(row.start - window + 1, 0)
-                for position in range(first, end):  # after the step the KV of all it sees is in place, and no other's
+                for position in range(first, end):  # after the step exactly the KV of all visible tokens is in place
                     there = self.page(table, position, group)[position % self.block]
                     assert there == (group, *tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
             prompt_logprobs[row.request_id] = [
@@ -119,6 +120,6 @@ class FakeDevice:
 
 
 def accepted(drafts: list[int], picks: list[int]) -> list[int]:
-    """The picks up to the first that is not its draft."""
+    """The sampled tokens up to the first that differs from its draft."""
     right = next((at for at, draft in enumerate(drafts) if picks[at] != draft), len(drafts))
     return picks[: right + 1]

@@ -1,4 +1,4 @@
-"""Engine processes that are none, and callers that read what comes of them: for tests of what is around processes."""
+"""Fake engine processes, and callers that read their outputs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from quire.engine.processes.utility_calls import (
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)
 LENGTH = 9
-"""Tokens of each answer."""
+"""Tokens per answer."""
 
 
 def started(info: EngineInfo = INFO) -> UtilityResult:
-    """What a process says when its engine has started."""
+    """The message of a process whose engine has started."""
     return make_result(START, EngineStarted(info))
 
 
@@ -60,7 +60,7 @@ class FakeProcess(EngineProcess):
         self._running: dict[str, EngineCoreRequest] = {}
         self._tokens: dict[str, int] = {}
         self.answers = True
-        """Whether it ever says that it has let its engine go."""
+        """False if it never reports that it has freed its engine."""
 
     @property
     def is_connected(self) -> bool:
@@ -68,7 +68,7 @@ class FakeProcess(EngineProcess):
 
     @property
     def pid(self) -> int:
-        return 2**31 - 1  # of no process: none is bound to cores
+        return 2**31 - 1  # no process's: none is bound to cores
 
     @property
     def silence(self) -> float:

@@ -1,4 +1,4 @@
-"""An engine driven by hand, for tests: no event loop, no text."""
+"""Runs an engine step by step in tests, without an event loop or text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(name: str, prompt: Sequence[int], *, seed: int = 0, salt: str = "", 
 
 
 def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, Answer]:
-    """Submit all at once and step until every one has ended."""
+    """Submit all requests at once and step until each one has ended."""
     answers = {each.id: Answer() for each in requests}
     for each in requests:
         engine.add_request(each)

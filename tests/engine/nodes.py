@@ -1,5 +1,6 @@
-"""Other machines as threads of the test's process: the same store, orders and sums, without the seconds that a process
-takes to start."""
+"""Worker nodes as threads of the test's process: the same store, messages and collectives, without the seconds that a
+process takes to start.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class _Running:
 
 
 class ThreadMember(WorkerNode):
-    """A machine whose ranks are threads."""
+    """A worker node whose ranks are threads."""
 
     def _run_rank(self, place: int) -> None:
         process: Any = _Running()
@@ -43,7 +44,7 @@ class ThreadMember(WorkerNode):
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    """Starts all machines but the first; returns the settings of an engine there."""
+    """Starts all nodes but the first; returns the settings of an engine on the first."""
     members: list[ThreadMember] = []
     threads: list[threading.Thread] = []
 
@@ -76,7 +77,7 @@ def told() -> dict[str, Any]:
 def gathering(
     settings: dict[str, Any], silence: timedelta = SILENCE_TIMEOUT
 ) -> tuple[NodeRendezvous, threading.Thread, list[RemoteRank]]:
-    """One that waits in a thread, and what it finds."""
+    """Wait for ranks in a thread. Returns the rendezvous, the thread, and the list of ranks that it fills."""
     found: list[RemoteRank] = []
     made = NodeRendezvous(EngineConfig(model=DEMO_MODEL, **settings), silence)
     thread = threading.Thread(target=lambda: found.extend(made.wait_for_ranks()), daemon=True)

@@ -1,4 +1,4 @@
-"""How far our log probabilities of a prompt are from those of transformers, in float64."""
+"""Compares prompt log probabilities with transformers' in float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def edit_json(file: Path, drop: Sequence[str] = (), **changes: Any) -> None:
 
 
 def largest_difference(folder: Path, prompt: Sequence[int], served: Path | None = None, **settings: Any) -> float:
-    """Between transformers' log probabilities of a prompt's tokens and those of the model at `served`, by default the
-    same folder."""
+    """The largest difference between transformers' log probabilities of a prompt and those of the model at `served`, by
+    default the same folder.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)

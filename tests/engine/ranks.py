@@ -20,7 +20,7 @@ from quire.engine.worker.ranks.rank_messages import decode_start
 
 
 class ThreadProcess:
-    """As much of Child as Ranks needs. Tells its rank of descriptors of its own, as a process would have."""
+    """The part of Child that the ranks need. It duplicates descriptors for its rank, as a process would."""
 
     pid = 0
 

@@ -1,4 +1,4 @@
-"""Calls on every rank: by a method's name, and of a function, in this process and in others."""
+"""Collective RPC by method name and by function, in one process and on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same tokens, whatever else is running: alone, together, chunked, prefix-hit, preempted, replayed."""
+"""A request has the same tokens alone, batched, chunked, with prefix hits, preempted and replayed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def mixed_requests() -> list[EngineCoreRequest]:
-    """24 requests: greedy and sampled, short and long, some with a common beginning."""
+    """24 requests: greedy and sampled, short and long, some with a common prefix."""
     generator = torch.Generator().manual_seed(5)
     common = torch.randint(3, VOCAB, (70,), generator=generator).tolist()
     made = []
@@ -48,7 +48,7 @@ GPU_BACKENDS = ("flash", "torch_varlen", "triton", "reference")
 
 
 OTHERS = ("phi3-longrope", "ministral3", "granite", "olmo2", "hunyuan_v1_dense", "apertus", "cohere-norms", "falcon")
-"""Families that have parts which Qwen 3 has not; beside ALiBi and learned positions."""
+"""Families with parts that Qwen 3 lacks, other than ALiBi and learned positions."""
 
 
 @pytest.mark.few(2)
@@ -74,7 +74,7 @@ def test_tokens_do_not_depend_on_what_else_runs(
     def engine(**options: int) -> EngineCore:
         options = {"num_kv_blocks": 600} | options
         where = {"attention_backend": backend, "device": device, "deterministic": device == "cuda"}
-        where["enforce_eager"] = backend == "reference"  # no CUDA graph can hold it
+        where["enforce_eager"] = backend == "reference"  # a CUDA graph cannot capture the reference
         return EngineCore(EngineConfig(model=str(path), dtype=dtype, **where, **options))
 
     if device == "cuda" and (reason := gpu_lacks(backend)) is not None:
@@ -92,7 +92,7 @@ def test_tokens_do_not_depend_on_what_else_runs(
     assert tokens(engine(max_num_batched_tokens=5), requests) == alone, "prompts in chunks of 5 tokens"
     assert tokens(engine(max_num_batched_tokens=33, max_num_seqs=3), requests) == alone, "few at a time"
 
-    if together.info.block_size == 16:  # on large pages none of these needs a second one
+    if together.info.block_size == 16:  # none of these requests fills a large block
         small = engine(num_kv_blocks=13, max_model_len=200)
         assert tokens(small, requests) == alone, "preempted"
         assert small.engine_stats.preemptions > 2
@@ -111,7 +111,7 @@ def test_tokens_do_not_depend_on_what_else_runs(
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
 def test_log_probabilities_keep_their_bits(family: str, dtype: str, backend: str, tmp_path: Path) -> None:
-    """Windows, caps and two rotations: whole, in chunks and in a batch."""
+    """Families with sliding windows, softcaps and two RoPE tables."""
     path = save_tiny_model(tmp_path, family, vocab_size=VOCAB + 7)
     generator = torch.Generator().manual_seed(8)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (90, 1, 37, 64)]
@@ -196,7 +196,7 @@ def test_the_promise_is_made_where_it_is_tested(dtype: str, backend: str, promis
 
 
 def test_bfloat16_that_onednn_does_not_pack_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CPUs without AVX-512: F.linear multiplies there."""
+    """On CPUs without AVX-512, F.linear multiplies bfloat16."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     path = save_tiny_model(tmp_path, "llama")
     for dtype in ("bfloat16", "float32"):

@@ -1,4 +1,4 @@
-"""Ranks that divide the tokens of sequences: bit for bit what ranks compute that divide key-value heads."""
+"""Decode context parallelism gives the bits of tensor parallelism with divided heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 LENGTH = 1200
 BASE = {"attention_backend": "cpu", "threads": 4, "max_model_len": LENGTH, "max_num_batched_tokens": 300}
-"""Prompts come in chunks, which end within tiles."""
+"""Prompts come in chunks that end within tiles."""
 
 
 def engine(path: Path, ranks: int, *, divides: bool, **settings: Any) -> EngineCore:
@@ -38,7 +38,7 @@ def engine(path: Path, ranks: int, *, divides: bool, **settings: Any) -> EngineC
 
 
 def asked(seed: int = 5) -> list[EngineCoreRequest]:
-    """Contexts of one tile, of as many as there are ranks, and of more; some begin alike."""
+    """Contexts of one tile, of one tile per rank, and longer ones; some share a prefix."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(3, VOCAB, (LENGTH,), generator=generator).tolist()
     lengths = [(3, {}), (250, {"logprobs": 2}), (505, {"temperature": 0.8, "logprobs": 0}), (1100, {"logprobs": 1})]
@@ -69,9 +69,9 @@ def test_the_bits_of_ranks_that_divide_heads(family: str, ranks: int, dtype: str
     expected = run(engine(path, ranks, divides=False, dtype=dtype), asked())
     divided = engine(path, ranks, divides=True, dtype=dtype)
     equal(run(divided, asked()), expected)
-    equal(run(divided, asked()), expected)  # behind what is cached, by copies of pages' beginnings too
+    equal(run(divided, asked()), expected)  # with cached prefixes, also by copies of partial blocks
     divided.reset_prefix_cache()
-    for each in asked():  # promise 2
+    for each in asked():  # alone, after a reset of the prefix cache
         equal(run(divided, [each]), {each.id: expected[each.id]})
 
 
@@ -107,7 +107,7 @@ def test_a_grammar_behind_a_long_prompt(tmp_path: Path) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava", "gemma4 of 2 B", "gemma3"])
 def test_prompts_with_images(name: str, tmp_path: Path) -> None:
-    """Read by a tower whose keys nobody divides; a model whose image tokens see each other serves text alone."""
+    """The vision tower divides no keys. A model whose image tokens see each other serves text only."""
     path = save_family(tmp_path, name)
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048, "num_kv_blocks": 160}
     divided = engine(path, 2, divides=True, **options)
@@ -122,7 +122,9 @@ def test_prompts_with_images(name: str, tmp_path: Path) -> None:
 
 
 def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
-    """One key-value head: ranks that divide heads all keep it, those that divide tokens a part each."""
+    """With one key-value head, ranks that divide heads each keep the whole context; ranks that divide tokens keep a
+    part.
+    """
     path = save_tiny_model(tmp_path, "llama", max_position_embeddings=8192, num_key_value_heads=1)
     memory = {"kv_cache_memory": 2**20 / 2**30, "max_model_len": None, "max_num_seqs": 1}
     contexts = [engine(path, 2, divides=divides, **memory).info.max_model_len for divides in (False, True)]

@@ -1,4 +1,4 @@
-"""An executor of a user's own, by its name."""
+"""--executor-cls runs batches on a user's executor."""
 
 from __future__ import annotations
 

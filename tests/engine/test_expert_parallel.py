@@ -1,5 +1,6 @@
-"""Whole experts on ranks (--enable-expert-parallel): what one process says, promise 2, what each rank holds, few bits
-that could not be divided, and what is refused."""
+"""--enable-expert-parallel: the tokens of a single process, independence of the batch, which experts a rank loads,
+quantization groups that tensor parallelism could not divide, and rejected settings.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     found = run(divided, asked())
     assert_same(found, expected)
     assert divided.engine_stats.preemptions > 0
-    for each in asked():  # promise 2, at this number of ranks
+    for each in asked():  # alone, with the same number of ranks
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
         assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
@@ -72,14 +73,15 @@ def test_log_probabilities_are_those_of_float64(family: str, tmp_path: Path) -> 
 
 FEW_BITS = ["mxfp4", "gptq", "float8", "Q4_0", "int8", "int4", "fp8"]
 UNEVEN = {"moe_intermediate_size": 96, "intermediate_size": 128, "hidden_size": 128, "mlp_only_layers": []}
-"""Half an expert has 48 inputs, and groups of weights have 32."""
+"""Half an expert has 48 inputs; quantization groups have 32."""
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", FEW_BITS)
 def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen without integer products: see the same of tests/engine/test_ranks.py. The experts' groups are torn apart
-    where each is divided, and are not where each is whole."""
+    """Without integer products, as in tests/engine/test_ranks.py. Dividing an expert would cut quantization groups;
+    whole experts keep them.
+    """
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
     if way == "mxfp4":
@@ -100,7 +102,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
-    """Of five experts two ranks have two and three; their widths, which two ranks could not divide, do not matter."""
+    """Of five experts the ranks have two and three. The width, which two ranks could not divide, does not matter."""
     path = save_tiny_model(tmp_path, "gpt_oss", num_hidden_layers=1, intermediate_size=33)
     config = EngineConfig(model=str(path), enable_expert_parallel=True, tensor_parallel_size=2, **BASE)
     model = read_model_config(path)

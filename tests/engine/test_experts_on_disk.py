@@ -1,5 +1,6 @@
-"""Experts on a disk (--weights-on-disk): the bits that they have in memory, in every form of weights, on ranks and in
-stages, with those kept in memory that are used most; what is counted, and what is refused."""
+"""--weights-on-disk for experts: the bits of experts in memory, in every weight format, on ranks and stages, with the
+most used ones kept in memory; statistics and rejected settings.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 1
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """On a disk: the tests' folder may be in memory."""
+    """A folder on a disk: the default one may be in memory."""
     if filesystem_type(tmp_path) not in MEMORY_FILESYSTEMS:
         yield tmp_path
         return
@@ -60,7 +61,7 @@ def answers(some: EngineCore) -> dict[str, Any]:
 
 
 def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """A model with experts in this form, and settings."""
+    """A model with experts in this format, and settings."""
     if way == "mxfp4":
         return stack_mxfp4(save_tiny_model(tmp_path / "model", "gpt_oss"), tmp_path / "few"), {"dtype": "bfloat16"}
     path = save_tiny_model(tmp_path / "model", "qwen3-moe", **WIDE)
@@ -78,7 +79,7 @@ WAYS = ["bfloat16", "float32", "int8", "int4", "fp8", "mxfp4", "gptq", "float8",
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
-    """With none kept, with some, which change as uses do, and with all; a step at a time and layers in one call."""
+    """With no expert in memory, with some, which change with use, and with all; stepwise and with recorded layers."""
     path, settings = written(way, tmp_path)
     if settings["dtype"] == "float32" and not CpuBackend().prefers_native_linear(torch.float32):
         pytest.skip("oneDNN multiplies here")
@@ -90,14 +91,14 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     assert plain.engine_stats.experts_guessed_right <= plain.engine_stats.experts_guessed
     assert (
         plain.engine_stats.experts_guessed_right or way == "mxfp4"
-    )  # of five experts three are chosen, mostly of few rows
+    )  # three of five experts are routed to, mostly with few rows
     store = plain.executor.model.offload
     assert isinstance(store, mapped_experts.MappedDiskExperts)
     some = engine(path, **on_disk, weights_in_memory=5 * store._slot_bytes / 2**30)
     some.executor.model.offload.rebalance_interval = 2
     first = {*some.executor.model.offload._slot_of}
     assert answers(some) == expected
-    assert answers(some) == expected  # with prefixes cached
+    assert answers(some) == expected  # with cached prefixes
     assert len(first) == 5
     assert first != {*some.executor.model.offload._slot_of}
     assert 0 < some.engine_stats.experts_kept < some.engine_stats.experts_read
@@ -116,12 +117,12 @@ def test_what_is_used_most_is_kept(tmp_path: Path) -> None:
         stores.append(made.executor.model.offload)
     store, total = stores[1], len(stores[1]._experts)
     store.rebalance_interval = 1
-    assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
+    assert {*store._slot_of} == {0, 8, 16}  # the first expert of each of the first three layers
     used = {7, 11, total - 1}
     store._tables.uses[[*used]] = 9
     store.prepare_for_step()
     assert {*store._slot_of} == {*store._tables.pinned.nonzero().flatten().tolist()} == used
-    store._tables.uses[[1, 2, 3]] = 5  # not so much more than half of 9
+    store._tables.uses[[1, 2, 3]] = 5  # not enough more than half of 9
     store.prepare_for_step()
     assert {*store._slot_of} == used
 
@@ -192,7 +193,6 @@ def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
 
 
 def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
-    """Nor does one that was let go."""
     path = save_tiny_model(tmp_path / "model", "mixtral")
 
     def files() -> int:

@@ -1,5 +1,4 @@
-"""Heads that guess from hidden states: what they guess is what a plain computation of them guesses, and no guess
-changes a token."""
+"""Draft heads (EAGLE, EAGLE-3, Medusa) propose what a plain computation of them proposes, and change no token."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def started(
 
 
 def heads_of(worker: StartedWorker, config: EngineConfig) -> HeadDrafter:
-    """What asks the heads, without what decides which of their guesses pay."""
+    """The drafter of the heads, without the choice of draft lengths."""
     found = make_model_or_head_drafter(worker, config)
     assert found is not None
     assert isinstance(found[0], HeadDrafter)
@@ -85,7 +84,7 @@ def heads_of(worker: StartedWorker, config: EngineConfig) -> HeadDrafter:
 
 @dataclass
 class Recorded(Drafter):
-    """What heads guess, with the texts that they were asked about and the states behind these. All is tried."""
+    """Records the heads' drafts, with the token ids and hidden states that they saw. All drafts are verified."""
 
     most: int = 3
     drafter: HeadDrafter = field(init=False)
@@ -93,7 +92,7 @@ class Recorded(Drafter):
     states: list[torch.Tensor] = field(default_factory=list)
 
     def make(self, worker: StartedWorker, config: EngineConfig) -> Drafter:
-        """For the engine whose heads it records."""
+        """The drafter for the engine whose heads are recorded."""
         self.drafter = heads_of(worker, config)
         return self
 
@@ -132,7 +131,7 @@ GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [2048, 21])
 def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, tmp_path: Path) -> None:
-    """Where nothing is right, and where all is: requests that allow one token alone."""
+    """Drafts that are all rejected, and drafts that are all accepted: requests that allow one token only."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
@@ -174,7 +173,7 @@ def test_heads_change_no_token(method: str, shape: dict[str, int], dtype: str, t
     options = shape | {"dtype": dtype}
     wanted = known(run(started(model, None, **options), requests))
     made = started(model, head, method, make_drafter=always, **options)
-    for _ in range(2):  # the second time prompts are cached
+    for _ in range(2):  # in the second round prompts are cached
         assert known(run(made, requests)) == wanted
     assert made.engine_stats.draft_tokens > 50
     assert sum(made.engine_stats.accepted_drafts) > 0
@@ -183,7 +182,7 @@ def test_heads_change_no_token(method: str, shape: dict[str, int], dtype: str, t
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> None:
-    """No token follows its last one: whatever the slot holds there is no harm."""
+    """No token follows a pooling prompt's last one; what the slot holds there must do no harm."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     prompts = [list(range(5, 45)), [7]]
@@ -217,7 +216,7 @@ def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_path: Path) -> None:
-    """After a crash a new engine gets it with the tokens that its caller has."""
+    """After a crash a new engine gets the request with the tokens that its caller has."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     story = json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -238,13 +237,14 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
-    """Trained on some of its stories, a head is right about others: more than a third of the drafts are accepted."""
+    """The head is trained on some stories of the embedded model and drafts others."""
     head = train_head(tmp_path / "head", "eagle", stories=48, rounds=5)
     speculative = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=4)
     options = {"max_model_len": 512, "num_kv_blocks": 200, "threads": 1}
     requests = story_requests(6, seed=7, tokens=120)
     wanted = known(run(EngineCore(EngineConfig(**options)), requests))
-    # As if a step of the model took ten times as long as one of the head: where both are so small, none would pay.
+    # Pretend that a step of the model takes ten times as long as one of the head: with both so small no draft would
+    # pay.
     costs, own = StepCosts((1, 64), (1.0, 3.0)), StepCosts((1, 64), (0.1, 0.2))
 
     def drafter(worker: StartedWorker, config: EngineConfig) -> Drafter:

@@ -1,4 +1,4 @@
-"""--kv-cache-dtype: that no token depends on how it was computed, what is saved, and what refuses it."""
+"""--kv-cache-dtype: tokens do not depend on how they were computed; memory, checkpoint scales, rejected settings."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_log_probabilities_stay_near(backend: str, kv: str, bound: float, tmp_pa
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kv", "head"), [("auto", 64), ("int8", 34), ("fp8", 32), ("fp8_e4m3", 32), ("bfloat16", 64)])
 def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, tmp_path: Path) -> None:
-    """2 heads of 32 numbers, bfloat16; `head`: bytes of one."""
+    """2 heads of 32 numbers, bfloat16. `head`: bytes per head."""
     path = save_tiny_model(tmp_path, "llama", head_dim=32)
     made = engine(path, kv, dtype="bfloat16", attention_backend=backend, num_kv_blocks=None, kv_cache_memory=0.001)
     page = 2 * 16 * 2 * head * 3
@@ -121,7 +121,7 @@ def test_offline() -> None:
 
 
 def scaled(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint of compressed-tensors with these tensors beside the weights."""
+    """A compressed-tensors checkpoint with these extra tensors."""
     path = quantize_checkpoint(
         save_tiny_model(folder, "llama"),
         folder / "scaled",
@@ -144,7 +144,8 @@ def test_a_checkpoint_s_scales_are_those_of_its_pages(tmp_path: Path) -> None:
     found = [layer[0].rope_params.kv_scales for layer in made.executor._model._layers]
     assert found == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     prompt = request("a", prompts()[3], max_tokens=8, logprobs=0)
-    # A power of two moves no 8-bit float of ordinary size, so that the numbers say whether both ends use it.
+    # A power of two changes no 8-bit float of ordinary size, so the log probabilities show whether both ends use the
+    # scale.
     plain = scaled(tmp_path / "plain", {})
     ours, theirs = (run(each, [prompt])["a"].logprobs for each in (made, engine(plain, "fp8")))
     assert [a.logprob for a in ours] == pytest.approx([b.logprob for b in theirs], abs=0.1)

@@ -1,4 +1,4 @@
-"""Latent attention: what pages hold, what the plan says of it, and the same tokens with everything on."""
+"""MLA models: what KV blocks hold, the plan, and the same tokens with all features on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) -> tuple[EngineCore, Replaceable]:
-    """None: alone, with no cached prefixes."""
+    """shape None: requests run alone, without prefix caching."""
     chosen, drafts = {"enable_prefix_caching": False} if shape is None else SHAPES[shape], Replaceable()
     config = EngineConfig(model=str(model(folder, family)), dtype=dtype, kv_cache_dtype=kv, **(SMALL | chosen))
     return EngineCore(config, make_drafter=lambda *_: drafts), drafts

@@ -1,5 +1,6 @@
-"""Layers in the host's memory (--cpu-offload-gb), on a CPU in a GPU's place: the bits that a model has that is all on
-the device, one step at a time and in graphs; what is refused."""
+"""--cpu-offload-gb, with a CPU in a GPU's place: the bits of a model that is all on the device, in eager steps and
+graphs; rejected settings.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SHAPE: dict[str, Any] = {"num_hidden_layers": 5}
 
 @pytest.fixture(autouse=True)
 def stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears are PyTorch's own products of their weights, as on a GPU, and may be elsewhere."""
+    """Linears are PyTorch's products, as on a GPU, and their weights may be offloaded."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(weight_offload, "check_offload", lambda *_: None)
 
@@ -44,14 +45,14 @@ def test_it_says_the_same_bit_for_bit(family: str, settings: dict[str, Any], tmp
     streamed: Any = made.executor.model.offload  # type: ignore[attr-defined]
     assert isinstance(streamed, HostLayerStreamer)
     assert len(streamed.streamed_layers) == len(made.executor.model.layers)  # type: ignore[attr-defined]
-    assert answers(made) == expected  # the same steps: PyTorch's products may differ with the number of rows
+    assert answers(made) == expected  # the same steps, because PyTorch's products may depend on the number of rows
     assert any("are in host memory" in note for note in made.info.notes)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_have_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they replay copies the weights again, whatever is in the slots."""
+    """A replay copies the weights again, whatever the slots hold."""
     wanted = picked(run(start(monkeypatch, None), traffic()))
     capture = FakeCapture()
     made = start(monkeypatch, capture, cpu_offload_gb=1.0)

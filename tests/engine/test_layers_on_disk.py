@@ -1,5 +1,6 @@
-"""Layers of dense models on a disk (--weights-on-disk): the bits that they have in memory, in every form of weights, on
-ranks and in stages, with adapters and guesses; what is kept within a bound; what is refused; a disk that fails."""
+"""--weights-on-disk for dense layers: the bits of layers in memory, in every weight format, on ranks and stages, with
+adapters and drafts; the memory bound, rejected settings, and disk errors.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidde
 
 
 def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """A model in this form, and settings."""
+    """A model in this format, and settings."""
     path = save_tiny_model(tmp_path / "model", "qwen3", **WIDE)
     if way in QUANTIZED:
         return quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way], leave=("lm_head",)), {"dtype": "bfloat16"}
@@ -51,7 +52,7 @@ def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    """So many layers are kept, whatever they take."""
+    """Keep `kept` layers in memory, whatever their size."""
     chosen = lambda sizes, _: pick_evenly_spaced_layers(len(sizes), max(len(sizes) - kept, 0))  # noqa: E731
     monkeypatch.setattr(weight_offload, "min_streamed_layers", chosen)
 
@@ -65,7 +66,7 @@ def layers_of(some: EngineCore) -> DiskLayerStreamer:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["bfloat16", "float32", "int8", "int4", "fp8", "gptq", "float8", "Q4_0"])
 def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
-    """With none kept, and with some; a step at a time, and with prefixes cached."""
+    """With no layer in memory and with some; uncached and with cached prefixes."""
     path, settings = written(way, tmp_path)
     if settings["dtype"] == "float32" and not CpuBackend().prefers_native_linear(torch.float32):
         pytest.skip("oneDNN multiplies here")
@@ -123,7 +124,7 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_what_the_slots_have_no_step_can_confuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that ends between two layers, as one that failed, leaves slots as it likes."""
+    """A pass that fails between two layers leaves any weights in the slots."""
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
     expected = answers(engine(path))
     all_but(monkeypatch, 0)
@@ -163,7 +164,7 @@ def test_which_layers_are_streamed() -> None:
     gaps = {after - before for before, after in pairwise(pick_evenly_spaced_layers(48, 12))}
     assert gaps == {4}
     assert min_streamed_layers([10] * 8, 80) == []
-    assert len(min_streamed_layers([10] * 8, 79)) == 3  # five kept and two slots: one fewer would need six and two
+    assert len(min_streamed_layers([10] * 8, 79)) == 3  # five in memory and two slots
     assert len(min_streamed_layers([10] * 8, 20)) == 8
     with pytest.raises(ValueError, match="2 layers have memory at a time, 20 bytes, and 19 are for all"):
         min_streamed_layers([10] * 8, 19)
@@ -223,6 +224,6 @@ def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> Non
     assert files() > 0
     del made
     free_engine_memory()
-    thread.join(10)  # a read that is under way holds the file until it ends
+    thread.join(10)  # a pending read holds the file until it ends
     assert not thread.is_alive()
     assert files() == 0

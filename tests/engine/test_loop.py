@@ -1,4 +1,4 @@
-"""What the engine process does between messages, on a socket and an engine without either."""
+"""The engine process's loop between messages, with a fake socket and engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.engine.processes.utility_calls import encode, make_call
 
 
 class Idle:
-    """An engine with `left` things to prepare and nothing to compute."""
+    """An engine with `left` warmup steps and nothing to compute."""
 
     has_work = False
 
@@ -38,7 +38,9 @@ class Idle:
 
 
 class Script:
-    """Messages, each of which has come once the engine has done so many things; waiting lets the next one come."""
+    """Messages that arrive once the engine has done a given number of things; a blocking receive lets the next one
+    arrive.
+    """
 
     def __init__(self, engine: Idle, messages: list[tuple[int, ToEngine]]) -> None:
         self.engine = engine

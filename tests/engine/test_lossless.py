@@ -1,4 +1,4 @@
-"""Every drafter, over the parameters of requests: the tokens and log probabilities are those without guesses.
+"""Every drafter with random request parameters: tokens and log probabilities equal those without drafts.
 
 `QUIRE_LOSSLESS_EXAMPLES=500 pytest tests/engine/test_lossless.py` runs more cases.
 """
@@ -80,14 +80,14 @@ REQUEST = st.tuples(
 )
 """Prompt, parameters, n."""
 SHAPES = [(100, 512), (100, 23), (14, 64)]
-"""(pages, tokens of a step): all at once; prompts in chunks; preemptions, without a cache of prefixes."""
+"""(KV blocks, tokens per step): all at once; chunked prompts; preemptions without a prefix cache."""
 LOOKING = ["ngram", "seldom", "suffix", "garbage", "right", "grammar", "grammar and garbage", "grammar and right"]
 DEAR = StepCosts((1, 64), (1.0, 60.0))
 LOADED = ["itself", "other", "eagle", "eagle3", "medusa"]
-"""Those with weights of their own; the first two are models."""
+"""Drafters with their own weights; the first two are models."""
 Served = Literal["demo", "lfm2", "qwen3_5"]
 OWN: tuple[Served, str] = ("qwen3_5", "mtp")
-"""A model that guesses with a layer of its own checkpoint."""
+"""A model whose checkpoint has an MTP layer."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def weights(folder: Path, name: str) -> tuple[str, str]:
-    """The method and the folder of what guesses for the embedded model."""
+    """The speculative method and the folder of a drafter for the embedded model."""
     if name == "itself":
         return "draft_model", str(DEMO_MODEL)
     if name == "other":
@@ -107,7 +107,7 @@ def weights(folder: Path, name: str) -> tuple[str, str]:
 
 @cache
 def hybrid(folder: Path, family: str) -> Path:
-    """A model whose layers keep states, with the embedded one's tokenizer; it may have a layer that guesses."""
+    """A recurrent model with the embedded one's tokenizer; it may have an MTP layer."""
     save = save_tiny_model if family == "lfm2" else save_tiny_mtp
     path = save(folder / family, family, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -119,7 +119,7 @@ def hybrid(folder: Path, family: str) -> Path:
 def engine(
     folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Served = "demo"
 ) -> tuple[EngineCore, Replaceable]:
-    """With what guesses in it where it has no `name`."""
+    """Without `name` the test replaces the drafter."""
     speculative = None if served == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
     if name:
         method, model = ("mtp", None) if name == "mtp" else weights(folder, name)
@@ -197,7 +197,7 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     else:
         drafts.drafter = looking(name, len(requests), wanted, plain)
     before = made.engine_stats
-    for _ in range(2):  # the second time prompts are cached and others' answers known
+    for _ in range(2):  # in the second round prompts are cached and other answers known to lookup drafters
         assert known(run(made, requests)) == known(wanted)
     event(f"{served}, {name}: {'some' if made.engine_stats.draft_tokens > before.draft_tokens else 'no'} guesses")
     event(f"{sum(made.engine_stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
@@ -214,7 +214,7 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(
     folder: Path, asked: list[tuple[str, dict[str, Any], int]], who: tuple[Served, str], dtype: str, cut: int
 ) -> None:
-    """After a crash, an engine gets it with the tokens that its caller has."""
+    """After a crash a new engine gets the request with the tokens that its caller has."""
     served, name = who
     requests = traffic(
         [(text, {k: v for k, v in kind.items() if k != "prompt_logprobs"}, n) for text, kind, n in asked]

@@ -1,4 +1,4 @@
-"""The memory of a real engine, as the live view divides it."""
+"""The memory and block tables that an engine view reports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What clients are told of misses, by real engines: in this process, in one that is killed, and in two beside each
-other. The reasons are those that what was done must have."""
+"""Prefix-miss reports of real engines: in this process, in one that is killed, and in two replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def ask(client: EngineClient, name: str, prompt: list[int], **more: object) -> tuple[int, PrefixMissReport]:
-    """Tokens that were cached, and what is said of the others."""
+    """The number of cached tokens, and the report about the others."""
     found = None
     async for outputs in client.submit([request(name, prompt, max_tokens=4, **more)]):
         for output in outputs:

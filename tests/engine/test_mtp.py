@@ -1,5 +1,4 @@
-"""The layer that guesses tokens in a checkpoint itself: what it guesses is what the published rule says, and no guess
-changes a token."""
+"""MTP layers of checkpoints draft what the published rule computes, and change no token."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def started(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [2048, 21])
 def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folder: Path) -> None:
-    """Where nothing is right, and where all is: a request that allows one token alone."""
+    """Drafts that are all rejected, and drafts that are all accepted: a request that allows one token only."""
     path = model(folder, family)
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
     made = started(path, make_drafter=recorded.make, **options)
@@ -103,7 +102,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
-    """In chunks, with prefixes that hit, after preemptions, and where states are restored behind refused guesses."""
+    """Chunked, with prefix hits, after preemptions, and with states restored after rejected drafts."""
     path, options = model(folder, family), shape | {"dtype": dtype}
     few = {"allowed_token_ids": (40, 41), "prompt_logprobs": 1}
     requests = traffic([*KINDS, *KINDS, few, few])
@@ -112,7 +111,7 @@ def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, fol
     for each in requests:
         wanted |= known(run(alone, [each]))
     made = started(path, make_drafter=always, **options)
-    for _ in range(2):  # the second time prompts are cached
+    for _ in range(2):  # in the second round prompts are cached
         assert known(run(made, requests)) == wanted
     assert made.engine_stats.draft_tokens > 50
     assert 0 < sum(made.engine_stats.accepted_drafts) < made.engine_stats.draft_tokens
@@ -122,7 +121,7 @@ def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, fol
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder: Path) -> None:
-    """After a crash a new engine gets it with the tokens that its caller has."""
+    """After a crash a new engine gets the request with the tokens that its caller has."""
     path = model(folder, family)
     requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, {"allowed_token_ids": (40, 41)}])
     whole = run(started(path, None), requests)
@@ -135,7 +134,7 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder
 
 @pytest.mark.slow
 def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(folder: Path, tmp_path: Path) -> None:
-    """What the layer keeps comes back with the pages, states with their snapshots."""
+    """The layer's KV returns with the blocks, recurrent states with their snapshots."""
     path = model(folder, "qwen3_5")
     options = {"max_model_len": 192, "snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     wanted = converse(started(path, None, enable_prefix_caching=False, **(options | {"state_memory": None})))
@@ -167,7 +166,7 @@ def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[i
 @pytest.mark.parametrize("left", ["none", "some", "all"])
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -> None:
-    """As the model's have, or not, or its linear that joins alone not, whatever config.json says of it."""
+    """The whole MTP layer, none of it, or all but its joining linear is quantized, whatever config.json says of it."""
     path = save_tiny_mtp(tmp_path / "model", family)
     mtp = {"some": ("mtp.fc", "eh_proj"), "all": ("mtp.", "model.layers.3."), "none": ()}[left]
     whole = ("lm_head", "mlp.gate.", "norm", "conv1d", "shared_head", *mtp)
@@ -196,7 +195,7 @@ def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "qwen3_5-moe"])
 def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None:
-    """As llama.cpp's converter writes it."""
+    """The file is as llama.cpp's converter writes it."""
     path = save_tiny_mtp(tmp_path / "model", family, moe_intermediate_size=64)
     write = write_gguf if family == "glm4_moe" else write_delta_gguf
     file = write(path, tmp_path / "model.gguf", lambda _: kind)
@@ -212,7 +211,7 @@ def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None
     "family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next", "nemotron_h", "nemotron_h-latent"]
 )
 def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights, its part of every page, and its spare pages."""
+    """Its weights, its part of every KV block, and its spare blocks."""
     path = model(folder, family)
     given: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": 0.002, "max_num_seqs": 4, "max_model_len": 128}
     given |= {"state_memory": 0.001} if family.startswith(("qwen", "nemotron")) else {}
@@ -258,7 +257,7 @@ def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
-    """In a model made deeper, so that guesses pay: trained on some stories, it is right about others."""
+    """The model is made deeper, so that drafts pay; the layer is trained on some stories and drafts others."""
     path = train_head(tmp_path / "model", "mtp", stories=48, rounds=5, layers=24)
     options: dict[str, Any] = {"max_model_len": 512, "dtype": "bfloat16"}
     requests = story_requests(4, seed=7, tokens=120)

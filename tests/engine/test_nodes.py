@@ -1,4 +1,4 @@
-"""A model on several machines: the tokens of one process, who may join, and what is refused."""
+"""Tensor parallelism on several machines: the tokens of one process, which nodes may join, and rejected settings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, count: int,
 
 @pytest.mark.parametrize("way", [*QUANTIZED, "int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen without integer products: see test_ranks.py."""
+    """Without integer products: see test_ranks.py."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
     path, settings = save_tiny_model(tmp_path / "model", "llama", **WIDE), {}
@@ -109,7 +109,7 @@ def test_few_bits_by_integers_and_bfloat16_do_not_depend_on_the_batch(dtype: str
 
 
 def test_adapters_come_with_the_orders(nodes: Nodes, tmp_path: Path) -> None:
-    """Two slots for three of them: one comes back, without its files being sent again."""
+    """Two slots for three adapters: one is loaded again without its files being sent again."""
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     divided = engine(path, **lora, **nodes(str(path), 2))
@@ -176,7 +176,7 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
 
 
 def ask(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
-    """What one that wants to join is told."""
+    """The leader's verdict on a join request."""
     store = connect_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
     store.set_timeout(timedelta(seconds=30))
     store.queue_push(JOIN_QUEUE, encode(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
@@ -184,7 +184,7 @@ def ask(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
 
 
 def alive(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE_TIMEOUT) -> NodeHeartbeat:
-    """What says that a rank is there."""
+    """The heartbeat of a rank."""
     return NodeHeartbeat(
         RankAssignment(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""), silence
     )
@@ -255,7 +255,7 @@ def test_one_place_is_taken_once_until_its_machine_is_silent() -> None:
     config = member_config(settings)
     assert not ask(settings, make_join_request(config, 1, 0, 5)).refused
     assert ask(settings, make_join_request(config, 1, 0, 6)) == JoinVerdict("machine 1 has joined already", final=False)
-    while ask(settings, make_join_request(config, 1, 0, 7)).refused:  # until it is noticed that the first has gone
+    while ask(settings, make_join_request(config, 1, 0, 7)).refused:  # until the leader notices
         time.sleep(0.05)
     lives = [alive(settings, 2, silence)]
     assert not ask(settings, make_join_request(config, 1, 1, 8)).refused

@@ -1,5 +1,4 @@
-"""Who goes first, by flags: as they came whatever their priorities, and by a class of a user's own; windows and pages
-by flags."""
+"""Scheduling order by --scheduling-policy and --scheduler-cls; --disable-sliding-window and --block-size."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ PROMPTS = {"long": [5] * 40, "short": [6] * 3, "middle": [7] * 20}
 
 
 def answered(path: Path, **options: object) -> tuple[list[str], dict[str, list[int]]]:
-    """The ids of three requests in the order in which they ended, one running at a time, and their tokens."""
+    """The ids of requests in the order in which they ended, one running at a time, and their tokens."""
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=40, max_num_seqs=1, **options))  # type: ignore[arg-type]
     first = EngineCoreRequest(
         id="first", prompt_ids=[9] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0

@@ -1,4 +1,4 @@
-"""--quantization: what the weights become, and that a request's tokens do not depend on how it was computed."""
+"""--quantization: the quantized weights, and tokens that do not depend on how they were computed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_8_bit_floats_are_the_nearest_ones() -> None:
     weight[4] *= 1e-3
     made = quantize_float8(weight).dequantize()
     peak = weight.float().abs().amax(1, keepdim=True)
-    # Half of a step of 3 bits, or of the steps of the subnormal numbers.
+    # Half a step of 3 bits, or of subnormal numbers.
     allowed = (weight.float().abs() / 16).clamp_min(peak / 448 * 2.0**-10)
     assert ((made - weight.float()).abs() <= allowed * 1.01).all()
 

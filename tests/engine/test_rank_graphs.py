@@ -1,5 +1,6 @@
-"""Graphs of ranks that meet at a store, as GPUs' do: all of them have the same ones, whatever fails on one of them, and
-what they hold is what steps without compute. On a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
+"""Graphs of ranks that meet at a store, on a fake of CUDA graphs (tests/kernels/fake_capture.py): all ranks have the
+same ones, whatever fails on one of them, and replays equal eager steps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """As CudaGraphCapture: it runs once before it is recorded. Here ranks meet in both."""
+    """Like CudaGraphCapture, runs the function once before it records it. Here ranks meet in both runs."""
     function()
     return (lambda: None), function()
 
@@ -89,12 +90,12 @@ def test_a_graph_that_is_not_used_keeps_the_pool_for_others() -> None:
 
 
 def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:
-    """The others wait in what is left of it, and would take what this rank computes next for that."""
+    """The other ranks wait in the rest of the step, and would take this rank's next collective for it."""
 
     def broken() -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    group = join_ranks(dist.HashStore(), 0, 2, CPU, in_order=True)  # the other one never comes
+    group = join_ranks(dist.HashStore(), 0, 2, CPU, in_order=True)  # the other rank never joins
     made: GraphSet[str] = GraphSet(captured, CPU, group)
     with pytest.raises(ConfigError, match=r"enforce_eager: a step of 4 rows failed on one of several ranks.*of memory"):
         made.capture_graph("kind", 4, broken)
@@ -104,7 +105,7 @@ def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:
 
 
 class Forgetful(FakeCapture):
-    """Which cannot capture now and then."""
+    """Fails at every `every`-th capture."""
 
     def __init__(self, every: int | None) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Forgetful(FakeCapture):
 
 
 def forgetful(monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int = 3) -> dict[int, Forgetful]:
-    """By rank, what captures for it; that of the `failing` one (None: of none) cannot now and then."""
+    """The capture of each rank, by rank; that of `failing` (None: no rank) fails now and then."""
     made: dict[int, Forgetful] = {}
 
     def capture(*_: object) -> Forgetful:
@@ -150,8 +151,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_engine(tmp_path: Path, monkeypa
 def test_small_steps_with_prompts_hold_the_sums(
     failing: int | None, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same order on all ranks, some at the start, some in idle moments and some when a step needs them; and with
-    the same numbers as without."""
+    """All ranks capture in the same order: at the start, in idle moments, and when a step needs a graph."""
     for module in (rank_processes, rendezvous):
         monkeypatch.setattr(module, "needs_ordered_sums", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}

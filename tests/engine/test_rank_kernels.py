@@ -1,4 +1,6 @@
-"""Kinds of kernels that all ranks find before the start ends; the first one compiles them. Nothing is compiled here."""
+"""All ranks report their kernel variants before the start ends, and the first rank compiles them. Nothing is compiled
+here.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def two(thread_ranks: None, tmp_path: Path) -> SpmdRunner:
 
 
 def first() -> bool:
-    """Whether it is the first rank that asks."""
+    """True on the first rank."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -98,7 +100,7 @@ def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeyp
     def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
         if first():
             return []
-        raise SystemExit  # which nothing of ours catches
+        raise SystemExit  # which no code of Quire catches
 
     monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
     with pytest.raises(EngineError, match="rank 1 of 2"):
@@ -106,7 +108,7 @@ def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeyp
 
 
 class Unreachable:
-    """A group of which nobody may ask anything."""
+    """A process group that must not be called."""
 
     def abort(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A model on several ranks: the tokens of one process, for every family and feature."""
+"""Tensor parallelism gives the tokens of one process, for every family and feature."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pytestmark = [
 BASE = {"dtype": "float32", "attention_backend": "cpu", "threads": 4}
 SMALL = {"num_kv_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 8}
 SMALL |= {"snapshot_tokens": 16}
-"""Prompts come in chunks, sequences are preempted, and short prompts leave snapshots of states that are large."""
+"""Prompts come in chunks, sequences are preempted, and short prompts leave snapshots of large states."""
 
 
 SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "phi3", "gptj", "gpt2", "bloom", "granite_swa"]
@@ -112,7 +112,7 @@ def numbers(answer: Answer) -> list[float]:
 
 
 WITHIN = 1e-4
-"""How far log probabilities in float32 may be apart where ranks sum in another order; 5.3e-5 was seen."""
+"""Allowed difference of float32 log probabilities if ranks sum in another order; 5.3e-5 was seen."""
 
 
 def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: float = WITHIN) -> None:
@@ -124,7 +124,9 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: f
 
 
 def assert_same_alone(divided: EngineCore, found: dict[str, Answer]) -> None:
-    """Promise 2, at one number of ranks: alone and behind a cached prefix each has the bits of `found`, all at once."""
+    """With one number of ranks, a request alone and after a cached prefix has the bits of `found`, where all ran at
+    once.
+    """
     for each in asked():
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
@@ -160,15 +162,14 @@ QUANTIZED: dict[str, Any] = {
     ),
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-"""Parts of whole groups."""
+"""Each rank's part has whole quantization groups."""
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks' parts are those of the weights that one process has. Seen without integer products, which round x to
-    8 bits: there the last bit of a sum can change a code."""
+    """Without integer products, which round x to 8 bits: there the last bit of a sum can change a code."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
     wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
@@ -186,7 +187,7 @@ def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
 def test_integer_products(way: str) -> None:
-    """Near what one process computes, and the same bits alone and together."""
+    """Close to a single process."""
     texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
     requests = [request(str(i), ids, max_tokens=12, logprobs=0) for i, ids in enumerate(texts)]
     settings: dict[str, Any] = {"quantization": way, "max_model_len": 128, "num_kv_blocks": 32}
@@ -200,14 +201,14 @@ def test_integer_products(way: str) -> None:
 
 
 def test_groups_that_would_be_torn_apart_are_refused(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path / "model", "llama")  # down_proj has 160 inputs, of which each of two ranks has 80
+    path = save_tiny_model(tmp_path / "model", "llama")  # down_proj has 160 inputs, 80 per rank
     path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED["gptq"])
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: model.layers.0.mlp.down_proj cannot be divided: its"):
         engine(path, 2)
 
 
 def asked_with_adapters(tmp_path: Path) -> tuple[Path, list[EngineCoreRequest]]:
-    """A model, and requests of which three in four have an adapter: of two ranks, and of embedding and head too."""
+    """A model and requests, three in four with an adapter: two ranks, and an adapter of embedding and head."""
     path = save_tiny_model(tmp_path / "model", "llama-tied-biased")
     base = AutoModelForCausalLM.from_pretrained(path)
     folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in (3, 16)]
@@ -230,7 +231,9 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
-    """Heads are whole on every rank, and what they ask for is computed by all; a draft model is the first rank's."""
+    """Every rank holds the whole draft heads and computes the inputs that they ask for; a draft model runs on the first
+    rank.
+    """
     own = method == "mtp"
     path = save_tiny_mtp(tmp_path / "model", "qwen3_5") if own else save_tiny_model(tmp_path / "model", "llama")
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
@@ -270,8 +273,9 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
-    """In bfloat16 the ranks' parts are rounded once more, so tokens may differ; their independence of the batch may
-    not."""
+    """In bfloat16 the ranks' parts are rounded once more, so tokens may differ from one process, but not with the
+    batch.
+    """
     params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "logprobs": 1, "ignore_eos": False}
     texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
     requests = [request(str(i), ids, seed=i, **params) for i, ids in enumerate(texts)]
@@ -348,7 +352,7 @@ def test_other_refusals(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only on its standard error, while the engine says that a rank has ended."""
+    """The error must reach the caller, not only the rank's standard error."""
     plain = device_memory.allocate_kv_blocks
 
     def allocated(model: Decoder, blocks: int) -> list[torch.Tensor]:

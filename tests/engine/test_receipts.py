@@ -1,4 +1,4 @@
-"""Receipts on real engines with tiny models: they come to the same tokens elsewhere, and what differs is found."""
+"""Receipts on real engines with tiny models: replays on another engine give the same tokens or find differences."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 200, "threads": 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of one shape."""
+    """Two models of the same shape."""
     first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama", max_position_embeddings=4096)
     second = tmp_path_factory.mktemp("second")
     shutil.copy(first / "config.json", second)
@@ -60,7 +60,7 @@ def llm(folders: tuple[Path, Path]) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def other(folders: tuple[Path, Path]) -> Iterator[LLM]:
-    """Of the other weights, and a short context."""
+    """Other weights and a short context."""
     made = LLM(str(folders[1]), **{**OPTIONS, "num_kv_blocks": 20, "max_model_len": 90})
     yield made
     made.close()
@@ -75,7 +75,9 @@ def receipt_of(llm: LLM, prompt: list[int] | str = PROMPT, **params: Any) -> Rec
 
 
 def test_sampled_answers_come_again_wherever_they_began(llm: LLM, folders: tuple[Path, Path]) -> None:
-    """Unseeded, several choices, penalties, guesses, log probabilities; replayed with other batches and prefixes."""
+    """Unseeded, with several choices, penalties, drafts and log probabilities; replayed with other batches and
+    prefixes.
+    """
     guessing = LLM(str(folders[0]), **OPTIONS, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -86,14 +88,14 @@ def test_sampled_answers_come_again_wherever_they_began(llm: LLM, folders: tuple
     receipts = [receipt_of(guessing, PROMPT * 2, **params) for params in asked]
     guessing.close()
     assert len({each.seed for receipt in receipts for each in receipt.choices}) == 7
-    for receipt in [*receipts, *reversed(receipts)]:  # the second time their prompt is cached
+    for receipt in [*receipts, *reversed(receipts)]:  # in the second round the prompt is cached
         verdict = llm.replay(receipt)
         assert (verdict.outcome, verdict.warning) == ("equal", ""), verdict
         assert verdict.tokens == sum(len(each.token_ids) for each in receipt.choices)
 
 
 def changed(receipt: Receipt, **fields: Any) -> Receipt:
-    """With other fields of its first choice."""
+    """The receipt with other fields in its first choice."""
     first = msgspec.structs.replace(receipt.choices[0], **fields)
     return msgspec.structs.replace(receipt, choices=[first, *receipt.choices[1:]])
 
@@ -148,7 +150,7 @@ def test_what_differs_of_the_model_is_named(llm: LLM, other: LLM) -> None:
 async def test_each_version_of_the_weights_answers_for_its_own_tokens(
     folders: tuple[Path, Path], llm: LLM, other: LLM
 ) -> None:
-    """Weights change in the middle of an answer; each engine replays what its weights computed, and no more."""
+    """Weights change in the middle of an answer; each engine replays only what its weights computed."""
     first, second = folders
     client = EngineClient(InProcessClient(EngineConfig(model=str(first), max_model_len=300, **OPTIONS)))
     await client.engine_core.start()
@@ -203,7 +205,7 @@ def test_adapters_count_by_their_content(folders: tuple[Path, Path], tmp_path: P
 
 
 def test_texts_grammars_and_stop_strings_of_the_embedded_model() -> None:
-    """Stop strings end answers in the server's half, behind which the engine goes on; grammars in the engine's."""
+    """The server's half applies stop strings while the engine computes further tokens; the engine applies grammars."""
     llm = LLM(threads=1)
     schema = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
     for params in ({"stop": ["e"]}, {"structured_outputs": schema, "max_tokens": 60}, {"ignore_eos": False}):

@@ -1,4 +1,4 @@
-"""The example of reinforcement learning: its sampler has the weights that its trainer has, step by step."""
+"""The reinforcement learning examples: sampler and trainer have the same weights at every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tree import ROOT
 
 
 def import_path() -> str:
-    """What this process imports from, for others."""
+    """This process's import path, for child processes."""
     return os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, sys.path)]))
 
 

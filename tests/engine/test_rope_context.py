@@ -1,4 +1,4 @@
-"""Rotations that the longest context decides (LongRoPE): which one, is asked for, and no engine's memory says."""
+"""LongRoPE: requested context, not available memory, selects the rotation factors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.tiers.fakes import always
 from tests.tiny_models import save_tiny_model
 
 OLD, MOST = 128, 1024
-"""Tokens up to which the short factors count; the model's positions."""
+"""Tokens up to which the short factors apply; the model's positions."""
 
 
 @pytest.fixture(scope="module")

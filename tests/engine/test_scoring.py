@@ -1,4 +1,4 @@
-"""Log probabilities to the bit: of tokens while they are generated, as a prompt's, and by a forward pass alone."""
+"""Log probabilities have the same bits from decoding, as prompt log probabilities, and from a forward pass alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bits(values: Sequence[float]) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.few(3)
 def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype: str) -> None:
-    """The answers share batches of many sizes, and the prompts are computed in chunks; the forward pass takes all."""
+    """Decodes share batches of many sizes, prompts come in chunks, and the forward pass takes a sequence at once."""
     path = str(saved(family))
     options = {"dtype": dtype, "threads": 1, "num_kv_blocks": 64, "max_model_len": 256, "warmup_seconds": 0.0}
     engine = EngineCore(EngineConfig(model=path, **{**options, "max_num_batched_tokens": 19, "max_num_seqs": 7}))

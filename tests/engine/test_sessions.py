@@ -1,5 +1,6 @@
-"""Tokens do not depend on what is kept: conversations in turn, more than the pool holds, with and without names, and
-preempted, against an engine that caches nothing."""
+"""Pinned sessions change no token: interleaved conversations larger than the pool, with and without session names, and
+preempted, against an engine without caching.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from tests.tiny_models import VOCAB, save_tiny_model
 
 TALKS, TURNS = 6, 4
 SLOT = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
-"""Bytes of what the layers of the tiny Qwen3.5 keep of a sequence."""
+"""Bytes of the tiny Qwen3.5's states per sequence."""
 
 
 def rounds(answers: dict[str, list[int]]) -> list[list[EngineCoreRequest]]:
-    """The requests of each turn; `answers`: by talk, what the turns before it gave."""
+    """The requests of each turn. `answers`: the tokens of earlier turns, by conversation."""
     chance = random.Random(7)
     said = {talk: [[chance.randrange(3, 90) for _ in range(40)] for _ in range(TURNS)] for talk in range(TALKS)}
     found = []
@@ -67,7 +68,7 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
         assert {name: each.ids for name, each in found.items()} == {name: each.ids for name, each in wanted.items()}
         for each in asked:
             answers[each.id.split(".")[0]] += wanted[each.id].ids
-        kept.append(small.engine_stats.kept_blocks)  # 0 where a talk without a name ends last and takes them
+        kept.append(small.engine_stats.kept_blocks)  # 0 if a talk without a session took the blocks
     stats = small.engine_stats
     assert stats.preemptions > 0
     assert stats.session_returns > 0
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: bool) -> None:
-    """While other prompts fill both; and the next turn begins behind the last one."""
+    """Other prompts fill both pools in the meantime."""
     path, chance = str(save_tiny_model(tmp_path, "qwen3_5")), random.Random(5)
     options = {"model": path, "dtype": "float32", "threads": 1, "max_model_len": 400, "max_num_seqs": 2}
     options |= {"snapshot_tokens": 64, "speculative_config": {"method": "none"}}
@@ -110,7 +111,7 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
 
 @pytest.mark.parametrize("family", ["mamba2", *slow("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
 def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_path: Path) -> None:
-    """From the host's memory, after more was kept than there is room for; then from the disk, in another process."""
+    """From host memory after more was pinned than fits; then from disk, in another process."""
     chance = random.Random(6)
     options = {"model": str(save_tiny_model(tmp_path / "model", family)), "dtype": "float32", "threads": 1}
     options |= {"max_model_len": 400, "max_num_seqs": 2, "snapshot_tokens": 64, "num_kv_blocks": 30}
@@ -121,7 +122,7 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_
         return [chance.randrange(3, VOCAB) for _ in range(count)]
 
     def turn(made: EngineCore, prompt: list[int], session: str) -> list[int]:
-        """The whole text; with the tokens of an engine that computes it alone."""
+        """The whole text. Asserts the tokens of an engine that computes it alone."""
         asked = msgspec.structs.replace(request(session, prompt, max_tokens=10, logprobs=0), session=session)
         found, wanted = (run(each, [asked])[session] for each in (made, alone))
         assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)

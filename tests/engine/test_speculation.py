@@ -1,4 +1,4 @@
-"""Whoever guesses, and however well: the tokens and log probabilities are those without guesses."""
+"""Tokens and log probabilities equal those without drafts, whichever drafter proposes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.harness import Answer, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
 CHEAP = StepCosts((1, 64), (1.0, 1.001))
-"""Every guess seems to pay."""
+"""With these costs every draft seems to pay."""
 PHRASES = ["Once upon a time ", "there was a little dog. ", "The king said: ", "dog dog dog dog ", "a time a time "]
 
 
@@ -40,7 +40,7 @@ class Garbage(Drafter):
 
 @dataclass
 class Right(Drafter):
-    """Knows the answers, and goes on behind their ends."""
+    """Knows the answers, and drafts beyond their ends."""
 
     answers: dict[str, Answer]
 
@@ -52,7 +52,7 @@ class Right(Drafter):
 
 @dataclass
 class Replaceable(Drafter):
-    """Asks the drafter that a test puts here between runs of one engine."""
+    """Delegates to a drafter that a test replaces between runs of one engine."""
 
     drafter: Drafter = field(default_factory=NullDrafter)
 
@@ -70,7 +70,7 @@ class Replaceable(Drafter):
 
 
 def always(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
-    """Makes the drafter that the configuration asks for, without regard to what its guesses cost."""
+    """Makes the configured drafter, ignoring what its drafts cost."""
     draft = (
         None if worker.started_drafter is None else replace(worker.started_drafter, step_costs=[(1, 1e-6), (64, 1e-6)])
     )
@@ -88,7 +88,7 @@ def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[EngineC
 
 
 def known(found: dict[str, Answer]) -> dict[str, object]:
-    """What must be equal: all but how much of a prompt was cached."""
+    """Everything that must be equal; the number of cached prompt tokens may differ."""
     return {name: (a.ids, a.logprobs, a.prompt_logprobs, a.finish_reason) for name, a in found.items()}
 
 
@@ -158,7 +158,9 @@ KINDS: list[dict[str, object]] = [
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
 )
 def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], tmp_path: Path) -> None:
-    """Where tokens are drawn too, for it draws with the same numbers; with chunked prompts and after preemptions."""
+    """Also for sampled tokens, because it draws with the same random numbers; with chunked prompts and after
+    preemptions.
+    """
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 16, 40, 70]))] for _ in range(10)]

@@ -1,5 +1,6 @@
-"""Ranks that meet at a store, as GPUs' do: here on a CPU, over connections, with plain PyTorch's operations, and with
-steps launched ahead. They give the tokens of one process."""
+"""Ranks that meet at a store, as on GPUs, here on a CPU over connections with plain PyTorch and steps launched ahead:
+they give the tokens of one process.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
 
 
 def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int = 1, **settings: Any) -> EngineCore:
-    """`ahead`: steps that are launched before the last one's picks are read."""
+    """`ahead`: steps that are launched before the last one's tokens are read."""
     config = EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings)
     return EngineCore(config, make_drafter=make_drafter, steps_ahead=ahead)
 
@@ -90,7 +91,7 @@ def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int
 @pytest.mark.parametrize("ranks", [2, *slow(4)])
 @pytest.mark.parametrize("family", [*SHAPES[:2], *slow(*SHAPES[2:])])
 def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
-    """In chunks, after preemptions, with seeds, penalties, log probabilities of answers and prompts."""
+    """Chunked, after preemptions, with seeds, penalties, and log probabilities of answers and prompts."""
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, ranks, **SMALL)
@@ -115,7 +116,9 @@ def test_ranks_that_have_whole_experts_say_what_one_process_says(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
 def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside free rows, with stops, biases, bans and thinking; the other ranks load no compiler."""
+    """Batched with requests that have no grammar, with stops, biases, bans and thinking. The other ranks load no
+    compiler.
+    """
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     kinds: list[dict[str, Any]] = [
         {"grammar": json_grammar(schema), "ignore_eos": False, "logprobs": 1},
@@ -151,7 +154,7 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
-    """A model that drafts is whole on the first rank, and is not the others' concern."""
+    """A draft model is whole on the first rank; the other ranks have none."""
     path, settings = save_tiny_model(tmp_path / "model", "llama"), {"num_kv_blocks": 96, "max_model_len": 128}
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
@@ -191,7 +194,7 @@ DIVIDED = ["llama", "gemma2", "gpt_oss", "bloom", "deepseek_v2-lite"]
 @pytest.mark.parametrize("ranks", [2, *slow(4)])
 @pytest.mark.parametrize("family", [*DIVIDED[:2], *slow(*DIVIDED[2:])])
 def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
-    """Alone and together, in chunks, after preemptions, behind what is cached."""
+    """Alone and together, chunked, after preemptions, with cached prefixes."""
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     pages = {"num_kv_blocks": {2: 7, 4: 3}[ranks]}
@@ -204,7 +207,7 @@ def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: 
 
 
 class Dense(ReferenceBackend):
-    """The reference, whose decodes a graph can hold."""
+    """The reference with decodes that a graph can hold."""
 
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
@@ -222,7 +225,7 @@ class Dense(ReferenceBackend):
 
 
 class Operators:
-    """A group whose calls are operators of PyTorch, so that a fake capture sees them, and a replay makes them again."""
+    """A group whose calls are PyTorch operators, so that a fake capture records them and a replay repeats them."""
 
     groups: ClassVar[list[Any]] = []
 
@@ -283,8 +286,9 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash")
 @pytest.mark.parametrize(("ranks", "ordered"), [*slow((2, False), (4, True)), (2, True)])
 def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
-    compute what steps without graphs do, bit by bit."""
+    """All ranks capture the same graphs in the same order, some at the start and some when a step needs them. Replays
+    equal eager steps bit for bit.
+    """
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     for module in (rank_processes, rendezvous):
         monkeypatch.setattr(module, "needs_ordered_sums", lambda *_: ordered)
@@ -365,7 +369,7 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
 
 @pytest.mark.usefixtures("thread_ranks")
 def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) -> None:
-    """A GPU that waits for it no longer goes on with what it has, and what it computed looks like any result."""
+    """A GPU that stops waiting for the rank continues with what it has, and its output looks like any result."""
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
     assert isinstance(made.executor, SpmdRunner)
     made.add_request(request("a", [3, 4, 5]))
@@ -379,7 +383,7 @@ def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) 
 
 
 class Apart(DistributedCollective):
-    """Ranks whose GPUs do not reach each other."""
+    """Ranks whose GPUs cannot reach each other."""
 
     def __init__(self, said: str) -> None:
         self._said = said
@@ -392,7 +396,7 @@ class Apart(DistributedCollective):
 
 
 class Event:
-    """Of a GPU that has done all, or never will."""
+    """An event of a GPU that has finished, or never will."""
 
     done = True
 
@@ -446,7 +450,7 @@ def test_sums_that_do_not_come_end_the_start(cuda: torch.device, monkeypatch: py
 
 
 def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> None:
-    """Its end alone would end the engine, which may still load its own part."""
+    """Its exit alone would end the engine, which may still be loading its own part."""
     config = EngineConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2)
     orders, tell = os.pipe()
     hear, answers = os.pipe()
@@ -485,7 +489,7 @@ def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
 
 
 class Stuck:
-    """A process that waits in NCCL for another, and so never for its pipe's end."""
+    """A process that waits in NCCL for another one, and so never sees the end of its pipe."""
 
     returncode: int | None = None
 
@@ -526,7 +530,7 @@ def test_sums_in_one_kernel_are_those_of_several_gpus(ranks: int) -> None:
 
 @pytest.mark.usefixtures("thread_ranks")
 def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step has been computed, of numbers that are none."""
+    """The step has been computed from invalid numbers."""
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
 
     def given_up(group: DistributedCollective) -> None:
@@ -580,7 +584,7 @@ def test_other_ranks_are_told_what_they_compute_alone() -> None:
 
 
 class Gathered:
-    """A rank's collective, where what the others would send is known."""
+    """A rank's collective with known contributions of the other ranks."""
 
     def __init__(self, sent: list[Tensor]) -> None:
         self.sent = sent
@@ -595,7 +599,7 @@ class Gathered:
 
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 10), (3, 32_001), (4, 7)])
 def test_the_largest_of_all_ranks_is_the_first_of_the_whole(ranks: int, vocab: int) -> None:
-    """Ties within a rank and between ranks, and rows of nothing but -inf."""
+    """With ties within a rank and between ranks, and rows of nothing but -inf."""
     logits = torch.randint(0, 3, (40, vocab), generator=torch.Generator().manual_seed(ranks)).float()
     logits[3], logits[4, : vocab // 2] = -torch.inf, -torch.inf
     shards = [ModelShard(rank, ranks) for rank in range(ranks)]
@@ -616,7 +620,7 @@ def all_greedy(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
 def test_greedy_picks_gather_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two numbers of a row and rank; the same tokens as of one process, beside drawn rows too."""
+    """Each row and rank sends two numbers. Tokens equal those of one process, also next to sampled rows."""
     widths, gather = list[int](), DistributedCollective.gather_columns
 
     def gathered(group: DistributedCollective, x: Tensor, own: list[int]) -> Tensor:
@@ -644,7 +648,7 @@ REAL: dict[str, Any] = {"attention_backend": "triton", "deterministic": True, "m
 
 @pytest.mark.parametrize("eager", [pytest.param(eager, marks=TWO_GPUS) for eager in (True, False)])
 def test_two_gpus_say_what_one_says(eager: bool) -> None:
-    """By real processes, with NCCL in the decode graphs; and then a rank's end is the engine's."""
+    """Real processes with NCCL in the decode graphs; then the end of a rank ends the engine."""
     settings = REAL | {"enforce_eager": eager, "num_kv_blocks": 64, "max_num_seqs": 8}
     requests = [
         request(str(at), list(range(300, 340 - at)), seed=at, logprobs=1, temperature=at % 2) for at in range(6)

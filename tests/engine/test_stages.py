@@ -1,5 +1,4 @@
-"""A model whose layers are divided among the stages of a pipeline: bit for bit what one process says, for every family
-and feature."""
+"""Pipeline parallelism equals a single process bit for bit, for every family and feature."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: 
     divided = engine(path, stages, **SMALL)
     assert said(run(divided, asked())) == expected
     assert divided.engine_stats.preemptions > 0
-    for each in asked():  # promise 2
+    for each in asked():  # alone, after a reset of the prefix cache
         divided.reset_prefix_cache()
         assert said(run(divided, [each])) == {each.id: expected[each.id]}
 
@@ -99,7 +98,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
 
 
 def test_stages_keep_pages_in_the_type_that_was_chosen(tmp_path: Path) -> None:
-    """A file of few bits is computed in float32 with keys and values of bfloat16, where nothing else is asked for."""
+    """By default a quantized GGUF file is computed in float32 with bfloat16 keys and values."""
     path = write_gguf(save_tiny_model(tmp_path / "m", "llama", **WIDE), tmp_path / "m.gguf", lambda _: "Q8_0")
     settings: dict[str, Any] = {"dtype": "auto", "attention_backend": "auto", "num_kv_blocks": 64, "max_model_len": 256}
     one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
@@ -125,20 +124,20 @@ def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
 
 
 def forced(worker: StartedWorker, _: EngineConfig) -> Drafter | None:
-    """What grammars force, without regard to what it costs."""
+    """Drafts the tokens that grammars force, whatever the cost."""
     costs = [(1, 1.0), (64, 1.001)]
     return choose_drafter(SpeculativeConfig(method="grammar"), costs, None, worker.get_grammar_compiler)
 
 
 def read_head_bytes(path: str, dtype: str) -> int:
-    """Of a head that is the embedding too: both ends have it."""
+    """Bytes of a tied head, which the first and the last stage both hold."""
     config = read_model_config(Path(path))
     return config.tie_embeddings * config.vocab_size * config.hidden_size * {"float32": 4, "bfloat16": 2}[dtype]
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage has layers of some groups of pages alone."""
+    """Each stage has layers of only some KV cache groups."""
     plain = device_plan.decoder_spec
     monkeypatch.setattr(
         device_plan,
@@ -194,7 +193,7 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
 
 
 def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> LastStageRunner:
-    """Before every launch `each` is called with the batch and those that are still under way."""
+    """Before every launch, call `each` with the batch and those in flight."""
     runner = made.executor
     assert isinstance(runner, LastStageRunner)
     launch = runner.launch
@@ -208,7 +207,7 @@ def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerO
 
 
 def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
-    """Two steps are under way; the parts of one prompt follow each other, and no sequence is in both but for them."""
+    """Two steps are in flight. Only chunks of one prompt may be in both; another sequence is in one."""
     made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=64, max_num_batched_tokens=32)
     together, widths = set(), []
 
@@ -230,8 +229,9 @@ def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
 
 
 def test_who_gets_a_slot_changes_no_token_under_way() -> None:
-    """A sequence is preempted while its token is under way, and its slot goes to a more urgent one before that token is
-    picked, by a rule that reads the tokens before it."""
+    """A sequence is preempted while its token is in flight. Its slot goes to a more urgent one before that token is
+    sampled, with penalties that read the tokens before it.
+    """
     kinds = {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "logprobs": 0}
     long = [request(f"long {i}", [300 + i] * 30, seed=i, max_tokens=60, **kinds) for i in range(4)]
     urgent = [request(f"urgent {i}", [400 + i] * 3, seed=i, max_tokens=4, **kinds) for i in range(4)]
@@ -288,8 +288,9 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_each_stage_has_layers_of_every_group(stages: int) -> None:
-    """Gemma's: five layers with a window to one without. A stage's pages are smaller by as much as its layers are
-    fewer, but for what does not divide."""
+    """Gemma has five layers with a window to one without. A stage's blocks shrink with its number of layers, except for
+    remainders.
+    """
     states = [(PagedState(64, None if index % 6 == 5 else 1024),) for index in range(48)]
     groups = build_kv_cache_groups(states, 32768, 16)
     assert (groups.layers_per_block, groups.num_groups) == (8, 6)
@@ -355,7 +356,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, to
 
 
 def test_what_other_stages_do_is_progress() -> None:
-    """The engine waits for them, and whoever watches it must see that something is being done."""
+    """The engine waits for other stages, and its heartbeat must show that they make progress."""
     called = set()
 
     class Seen(NullHeartbeat):

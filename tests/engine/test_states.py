@@ -1,6 +1,6 @@
-"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
-2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only what is
-new computed."""
+"""Models with recurrent states (LFM2's convolutions, Qwen3.5's delta nets, Mamba 2's state spaces, Mamba's selective
+scans), with and without attention: the same tokens with all features on, and only new tokens are computed.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def model(folder: Path, family: str) -> Path:
 
 @cache
 def engine(folder: Path, family: str, dtype: str, shape: int | None) -> tuple[EngineCore, Replaceable]:
-    """None: alone, with no cached prefixes."""
+    """shape None: requests run alone, without prefix caching."""
     chosen, drafts = {"enable_prefix_caching": False} if shape is None else SHAPES[shape], Replaceable()
     config = EngineConfig(model=str(model(folder, family)), dtype=dtype, **(SMALL | chosen))
     return EngineCore(config, make_drafter=lambda *_: drafts), drafts
@@ -87,7 +87,7 @@ def known(answers: dict[str, Answer]) -> dict[str, object]:
 
 
 PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(1, 40), st.integers(0, 2**20))
-"""A common beginning, how much of it, and tokens of its own: how many, and which."""
+"""Which common prefix and how many of its tokens; how many tokens of its own, and their seed."""
 PARAMS = st.fixed_dictionaries(
     {"max_tokens": st.integers(1, 24), "temperature": st.sampled_from([0.0, 0.9])},
     optional={"prompt_logprobs": st.integers(0, 1), "repetition_penalty": st.just(1.3)},
@@ -148,7 +148,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     ],
 )
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
-    """With guesses from the text; against a server that computes every turn afresh."""
+    """With n-gram drafts, against an engine without prefix caching."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
     lookup = {"method": "ngram", "num_speculative_tokens": 8}
     made = EngineCore(EngineConfig(model=path, speculative_config=lookup, **options), make_drafter=always)
@@ -168,7 +168,7 @@ def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int
 
 
 def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None:
-    """Also where no regular snapshot is near; and nothing is found after a reset."""
+    """Also without a regular snapshot nearby. After a reset nothing is found."""
     made = EngineCore(EngineConfig(model=str(model(folder, "qwen3_5")), **SMALL, dtype="float32"))
     prompt = [random.Random(9).randrange(3, VOCAB) for _ in range(150)]
     each = request("0", prompt, max_tokens=5, logprobs=0)
@@ -249,7 +249,7 @@ def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
 def test_states_come_back_however_late_their_copies_are(family: str, folder: Path) -> None:
-    """By threads, and sequences are preempted meanwhile."""
+    """Threads copy the blocks, and sequences are preempted meanwhile."""
     options = {"model": str(model(folder, family)), "max_model_len": 192, "snapshot_tokens": 16, "state_memory": 5e-4}
     wanted = converse(EngineCore(EngineConfig(**options, num_kv_blocks=90)))
     made = EngineCore(EngineConfig(**options, num_kv_blocks=14, **HOST))
@@ -260,7 +260,7 @@ def test_states_come_back_however_late_their_copies_are(family: str, folder: Pat
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
 def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> None:
-    """On the disk a snapshot is a file larger than a page's."""
+    """On disk a snapshot's file is larger than a block's."""
     path = save_tiny_model(tmp_path / "model", "qwen3_5")
     options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
     each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
@@ -339,7 +339,7 @@ def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> No
     ],
 )
 def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, Any], tmp_path: Path) -> None:
-    """That read others' pages, have heads of two sizes, or guess tokens, which is a whole layer on every rank."""
+    """Layers that read other layers' KV, have heads of two sizes, or are an MTP layer, which is whole on every rank."""
     path = save_tiny_mtp(tmp_path / "m", "deepseek_v3") if family == "mtp" else save_tiny_model(tmp_path, family)
     options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
     config = EngineConfig(model=str(path), attention_backend="cpu", **options, **asked)
@@ -352,7 +352,7 @@ def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, An
 @pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: dict[str, int], folder: Path) -> None:
-    """Which are unlike: convolution, attention, convolution."""
+    """The layers are unlike: convolution, attention, convolution."""
     options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
     whole, divided = (
         EngineCore(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **own)).info
@@ -380,7 +380,7 @@ def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
 @pytest.mark.parametrize("served", ["lfm2", "llama"])
 def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
-    """For itself it guesses right, in whatever pieces it has caught up; for another model it changes nothing."""
+    """For itself it drafts right, however it has caught up; for another model it changes nothing."""
     path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
     plain = EngineCore(EngineConfig(model=path, **options))
     draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
@@ -398,7 +398,7 @@ def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: 
 
 
 def written(tensors: list[torch.Tensor]) -> set[int]:
-    """Places along the first axis that hold something."""
+    """Indices along the first axis with nonzero content."""
     return {at for each in tensors for at in range(len(each)) if each[at].float().abs().sum() > 0}
 
 
@@ -415,12 +415,11 @@ def written(tensors: list[torch.Tensor]) -> set[int]:
 def test_sequences_take_the_memory_that_the_plan_says(
     family: str, drafts: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pages, slots and snapshots: those of the plan are as large as what is allocated, and a sequence writes to as many
-    of them as it is counted with."""
+    """The plan's sizes equal what is allocated, and each sequence writes to as many as the plan counts for it."""
     path = str(model(folder, family))
     guesses = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else {"method": "none"}
     asked: dict[str, Any] = {"kv_cache_memory": 0.004, "max_model_len": 192, "max_num_seqs": 3, "dtype": "bfloat16"}
-    asked["state_memory"] = 0.002  # unasked a GPU, which the plan is for, gives another part than this CPU
+    asked["state_memory"] = 0.002  # the plan is for a GPU, whose default differs from this CPU's
     flags = [part for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--speculative-config", json.dumps(guesses)]
     assert cli.main(["plan", path, "--memory", "4", "--json", *flags]) == 0

@@ -1,6 +1,6 @@
-"""What layers with states do beside everything else: weights in few bits, grammars, choices and beams, crashes, sleep
-and new weights, vectors; and shapes that no published model has. Always the tokens of an engine that computes each
-request alone and afresh."""
+"""Recurrent models with quantization, grammars, choices and beams, crashes, sleep and new weights, vectors, and unusual
+shapes: always the tokens of an engine that computes each request alone and uncached.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 BASE = {"max_model_len": 176, "num_kv_blocks": 90, "threads": 1, "max_num_seqs": 6, "snapshot_tokens": 16}
 LARGE = ["qwen3_5", "qwen3-next", "falcon_h1", "granite-hybrid", "nemotron_h-latent", "mamba2", "mamba", "jamba"]
 LARGE += ["zamba2", "zamba2-blocks"]
-"""Families whose states are too large for every page."""
+"""Families whose states are too large to be kept with every block."""
 SHAPES: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 7},
@@ -54,7 +54,7 @@ def engine(path: Path, make_drafter: Any = None, **options: Any) -> EngineCore:
 
 
 def texts(seed: int = 5) -> list[list[int]]:
-    """The last ones begin as those before them do; lengths stand at and beside ends of pages and pieces."""
+    """The last prompts begin like earlier ones. Lengths are at and next to the ends of blocks and chunks."""
     rng = random.Random(seed)
     own = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 3, 16, 31, 48, 65, 90)]
     return [*own, own[-1][:64] + own[1], own[-1][:63], own[-2][:33] + own[2]]
@@ -73,14 +73,16 @@ def alone(path: Path, requests: list[EngineCoreRequest], **options: Any) -> dict
 
 
 IDLE = {"mamba2", "mamba", "jamba"}
-"""Families with whose sizes one of SHAPES hits no cached prefix in test_few_bits, or preempts nothing."""
+"""Families for which one of SHAPES hits no cached prefix in test_recurrent_quantized_tokens_equal_requests_alone, or
+preempts nothing.
+"""
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
-    """Together, with hits, in chunks, preempted, from the host's memory, and with guesses that are wrong."""
+    """Together, with prefix hits, chunked, preempted, from host memory, and with wrong drafts."""
     path, few = save_tiny_model(tmp_path, family, dtype=torch.bfloat16), {"quantization": quantization}
     requests = asked()
     wanted = alone(path, requests, **few)
@@ -99,7 +101,9 @@ def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype: str, tmp_path: Path) -> None:
-    """After a crash another engine gets it with the tokens that its caller has; guesses are on, and it is cut again."""
+    """After a crash another engine gets the request with the tokens that its caller has. Drafts are on, and prompts are
+    chunked anew.
+    """
     path = save_tiny_model(tmp_path, family)
     requests = [
         msgspec.structs.replace(each, params=each.params) for each in asked() if not each.params.prompt_logprobs
@@ -112,7 +116,7 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype:
 
 
 def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
-    """Else a sequence that asked for room, did not get it, and was to begin there had none: its engine ended."""
+    """Otherwise a sequence that was to start from the snapshot and got no slot had none, and its engine ended."""
     pages, digest = BlockPool(2), b"page"
     (page,) = pages.allocate(1)
     pages.cache_block(page, digest)
@@ -140,7 +144,7 @@ def with_tokenizer(folder: Path, family: str) -> Path:
     "family", ["qwen3_5", "lfm3", *slow(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
 )
 def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
-    """Tokens that a grammar forces are guesses, and states are put back behind wrong ones."""
+    """States are restored after rejected drafts."""
     schema = {"type": "object", "properties": {"name": {"enum": ["Tom", "Anna"]}}, "required": ["name"]}
     path, grammar = with_tokenizer(tmp_path, family), json_grammar(schema)
     kinds: list[dict[str, Any]] = [{"grammar": grammar, "temperature": t, "ignore_eos": False} for t in (0.0, 1.1)]
@@ -162,7 +166,7 @@ def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
     "family", ["qwen3_5", "zamba2", "lfm2", *slow("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")]
 )
 def test_choices_and_beams(family: str, tmp_path: Path) -> None:
-    """They share a prompt's pages and its snapshot."""
+    """Choices and beams share a prompt's blocks and snapshot."""
     path, prompts = with_tokenizer(tmp_path, family), [[7, 9, 11] * 12, [5] * 64, [8]]
     options = {"threads": 1, "dtype": "float32", "max_model_len": 176, "snapshot_tokens": 16}
     sampled = Params(n=4, temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, logprobs=0)
@@ -189,7 +193,6 @@ def test_choices_and_beams(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", *slow("falcon_h1", "zamba2", "nemotron_h-latent", "mamba")])
 async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
-    """No snapshot outlives the weights that it was computed with, nor a sleep."""
     first, second = save_tiny_model(tmp_path / "first", family), tmp_path / "second"
     second.mkdir()
     shutil.copy(first / "config.json", second)
@@ -282,7 +285,7 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 
 
 def _logprobs_of(ids: torch.Tensor, model: Any) -> torch.Tensor:
-    """Of each of these tokens [1, T] but the first, by transformers."""
+    """transformers' log probabilities of these tokens [1, T] but the first."""
     with torch.inference_mode():
         every = model(ids, use_cache=False).logits[0].log_softmax(-1)
     return every[:-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -306,7 +309,7 @@ def test_shapes_that_no_published_model_has(family: str, fields: dict[str, Any],
         answer = answers[each.id]
         ids = torch.tensor([each.prompt_ids + answer.ids])
         wanted, in_float32 = (_logprobs_of(ids, model) for model in (judge, rounded))
-        error = float((in_float32 - wanted).abs().max())  # of transformers itself in our type: some shapes lose more
+        error = float((in_float32 - wanted).abs().max())  # transformers' own float32 error: some shapes lose more
         listed = [*(answer.prompt_logprobs or [None])[1:], *answer.logprobs]
         found = [one.logprob for one in listed if one is not None]
         assert found == pytest.approx(wanted.tolist(), abs=max(1e-4, 2 * error))

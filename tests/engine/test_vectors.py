@@ -1,4 +1,4 @@
-"""LLM.embed, .encode, .classify and .score, against transformers."""
+"""LLM.embed, .encode, .classify and .score against transformers."""
 
 from pathlib import Path
 

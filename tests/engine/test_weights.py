@@ -1,4 +1,4 @@
-"""Weights that are let go, taken back and replaced while requests are open, on real engines with tiny models."""
+"""Weights are freed, restored and replaced while requests are open, on real engines with tiny models."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from tests.tiny_encoders import save_tiny_encoder
 from tests.tiny_models import save_tiny_model
 
 LONG = 2000
-"""Tokens of answers that are open when something happens."""
+"""Tokens of answers that stay open during a change."""
 FILE = "model.safetensors"
 PREFIX = [3 + 7 * index % 300 for index in range(40)]
-"""What all prompts begin with, several pages long."""
+"""The common beginning of all prompts, several blocks long."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-    """Of each token, as the stream said when it came."""
+    """The stream's weights version at each token."""
     version: str = ""
     finish_reason: str | None = None
     cached_tokens: int = 0
@@ -56,7 +56,7 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two folders of one shape."""
+    """Two models of the same shape."""
     first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama", max_position_embeddings=4096)
     second = tmp_path_factory.mktemp("second")
     shutil.copy(first / "config.json", second)
@@ -81,7 +81,7 @@ async def running(client: EngineClient) -> AsyncIterator[Weights]:
 
 
 async def ask(client: EngineClient, name: str, tokens: int = 8, ends: int = 0) -> Answer:
-    """`ends`: different prompts have different ones."""
+    """`ends`: selects the last token of the prompt, and the seed."""
     answer = Answer([*PREFIX, 1 + ends])
     params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     stream = client.submit([EngineCoreRequest(id=name, prompt_ids=answer.prompt, params=params, seed=ends)])
@@ -142,7 +142,7 @@ async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tu
         late = asyncio.create_task(ask(client, "late"))
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in [*tasks, late])
-        await weights.sleep(level)  # once more changes nothing
+        await weights.sleep(level)  # a second call changes nothing
         await weights.wake_up()
         assert [task.ids for task in await asyncio.gather(*tasks)] == [each.ids for each in alone]
         assert (await late).ids == alone[0].ids[:8]
@@ -167,8 +167,7 @@ async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -
 
 @pytest.mark.slow
 async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
-    """Each token is computed with the weights whose version the stream says, and with nothing that others computed;
-    an engine that is killed comes back with the new ones."""
+    """No token uses KV that other weights computed. An engine that is killed restarts with the new weights."""
     first, second = folders
     client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
@@ -209,7 +208,7 @@ async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: M
         update = asyncio.create_task(weights.update(str(second), mode))
         for number in count():  # while the new weights are checked, the old ones still answer
             new = await ask(client, f"new {number}")
-            if not new.versions:  # it was open when the others were, and was aborted before its first token
+            if not new.versions:  # aborted with the others before its first token
                 continue
             if new.versions[0] == "2":
                 break
@@ -415,7 +414,7 @@ async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
             assert client.engine_core.pid is not None
             found.append(resident(client.engine_core.pid))
         assert client.engine_core.deaths == 0
-    # The least of some, for the weights before may still be there when one is taken.
+    # The least of some samples, because the weights before may still be in memory at one of them.
     assert min(found[-10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
 
 
@@ -444,7 +443,7 @@ async def test_levels_are_one_and_two(folders: tuple[Path, Path], level: int) ->
 
 
 def stretched(folder: Path, to: Path) -> Path:
-    """The model with other numbers in every tensor."""
+    """A copy of the model with every tensor perturbed."""
     shutil.copytree(folder, to)
     torch.manual_seed(6)
     tensors = {name: each * (1 + 0.2 * torch.rand_like(each)) for name, each in load_file(folder / FILE).items()}
@@ -504,7 +503,7 @@ async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Pat
 
 @pytest.mark.slow
 async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
-    """Their packed tensors, from files and as tensors; a checkpoint of another quantization is refused."""
+    """From files and as tensors; a checkpoint of another quantization is rejected."""
     plain = save_tiny_model(tmp_path / "plain", "llama", hidden_size=128, intermediate_size=256)
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     pack = gptq(4, 32, symmetric=True)

@@ -1,4 +1,4 @@
-"""Layers of several sliding windows, each group with a page table of its own: the same tokens from fewer pages."""
+"""Layers of several sliding windows, a block table per KV cache group: the same tokens from fewer blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOUR = (16, 40, 100, None)
 
 @pytest.fixture
 def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer of a model of four has a window of its own, or none."""
+    """The four layers of a model have different windows; one has none."""
     plain = device_plan.decoder_spec
     monkeypatch.setattr(
         device_plan,
@@ -41,7 +41,7 @@ def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What a model gives whose pages are all of all layers, and are kept."""
+    """One KV cache group of all layers, whose blocks are all kept."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "build_kv_cache_groups", lambda states, *_, **__: single_kv_cache_group(len(states)))
         yield patch
@@ -109,13 +109,12 @@ def test_tokens_are_those_of_a_model_that_keeps_everything(
 
 @pytest.mark.usefixtures("four_windows")
 def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pytest.MonkeyPatch) -> None:
-    """The shares of pages held are those of bytes: all pages of a model are of equal size."""
+    """Shares of blocks are shares of bytes: all blocks of a model have the same size."""
     path = save_tiny_model(tmp_path, "gemma2", max_position_embeddings=8320, hidden_size=32, intermediate_size=32)
     prompt = request("long", prompts(8192)[0], max_tokens=20)
 
     def held(each: EngineCore) -> tuple[list[int], float, float]:
-        """Its tokens; and the most pages of all layers that it held once it had the first, without and with those that
-        were saved."""
+        """The tokens; and the most blocks of all layers held after the first token, without and with saved ones."""
         found, held, whole = list[int](), 0.0, 0.0
         each.add_request(prompt)
         while each.has_work:
@@ -147,7 +146,7 @@ def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: P
     [
         ((None,) * 4, 4096, 1, 0),
         ((64,) * 4, 4096, 1, 0),
-        ((4096, None) * 13, 4096, 1, 0),  # a window that hides nothing
+        ((4096, None) * 13, 4096, 1, 0),  # a window as long as the context
         ((4096, None) * 13, 8192, 2, 0),
         (((512,) * 5 + (None,)) * 4 + (512, 512), 32768, 7, 2),  # Gemma 3 1B
         ((128, None) * 12, 131072, 2, 0),

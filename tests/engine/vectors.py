@@ -1,4 +1,4 @@
-"""Vectors from an engine driven by hand, and sentence-transformers' files for tiny models."""
+"""Vectors from an engine run by hand, and sentence-transformers' files for tiny models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def vectors(
     params: PoolingParams | Sequence[PoolingParams] | None = None,
     others: Sequence[EngineCoreRequest] = (),
 ) -> list[np.ndarray]:
-    """The vector of each prompt, all submitted at once, and after `others`. Bits are kept: compare with `same`."""
+    """The vector of each prompt, all submitted at once after `others`. Bits are kept: compare with `same`."""
     given = [params or PoolingParams()] * len(prompts) if not isinstance(params, Sequence) else params
     for request in others:
         engine.add_request(request)

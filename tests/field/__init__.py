@@ -1,1 +1,1 @@
-"""Faults that users reported, one file a report, named by what a user saw."""
+"""Faults that users reported, one file per report, named by what the user saw."""

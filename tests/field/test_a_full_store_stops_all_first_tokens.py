@@ -1,8 +1,9 @@
-"""Issue 56, item 2: at --max-stored-size a `POST /v1/conversations` of 3.9 MB stopped every key's first tokens for
-40 s, and so did a full journal: each eviction sorted all rows of the largest owner, in one transaction under one lock.
+"""A full store or journal must not delay other requests (issue 56, item 2). At --max-stored-size, a `POST
+/v1/conversations` of 3.9 MB stopped every key's first tokens for 40 s, and so did a full journal: each eviction sorted
+all rows of the largest owner in one transaction under one lock.
 
-So each transaction is counted here: none takes more SQLite instructions than one of a batch of rows, whatever it puts,
-evicts or deletes.
+The tests count SQLite instructions: no transaction takes more than one of a batch of rows, whatever it puts, evicts or
+deletes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tests.server.store.test_response_store import BIG, conversation, opened, re
 ROOM = 6_000
 """Rows in the full store."""
 MOST = 250 * MAX_TRANSACTION_ROWS
-"""Instructions of a transaction: a row takes some 30 to put and as many to delete, and so do its entries in indexes."""
+"""Instructions of a transaction. Putting a row takes about 30, deleting it as many, and its index entries the same."""
 
 
 class Transactions(sqlite3.Connection):
-    """Counts the instructions of each."""
+    """Counts the instructions of each transaction."""
 
     most = 0
 
@@ -50,7 +51,7 @@ class Transactions(sqlite3.Connection):
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[DataDir]:
-    """A store that is full of one key's empty conversations, and a journal that is full of its calls."""
+    """A store full of one key's empty conversations, and a journal full of its calls."""
     data = open_data_dir(tmp_path, BIG)
     for number in range(ROOM):
         data.store.put("attacker", conversation(str(number)))
@@ -99,7 +100,7 @@ def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path
     assert page is not None
     assert [each.id for each in page.items] == ["1", "2"], "another one of this id has its own items"
     data.close()
-    data = open_data_dir(tmp_path, BIG)  # the server ended meanwhile
+    data = open_data_dir(tmp_path, BIG)  # the server restarts
     assert data.store.stored_bytes > size - 2 * ROW_OVERHEAD_BYTES
     while data.processes.delete_due_data():
         pass
@@ -111,7 +112,7 @@ def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path
 
 
 def test_an_object_of_many_rows_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    """The disk gets full, or the process ends, in the middle of it."""
+    """The disk fills up, or the process ends, in the middle of the put."""
 
     class Full(sqlite3.Connection):
         room = BIG

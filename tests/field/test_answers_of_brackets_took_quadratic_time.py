@@ -1,8 +1,7 @@
-"""A model that repeats brackets, line breaks or words where a call may stand: 40 to 100 KB took 19 to 42 s of the event
-loop.
-Issue 56's hostile reading.
+"""Parsers of model output are linear for repeated brackets, line breaks or words where a tool call may stand. 40 to 100
+KB took 19 to 42 s of the event loop (issue 56, hostile reading).
 
-Nothing here looks at the clock: the lengths are such that the quadratic readers took minutes, and a test may not.
+The tests do not measure time: at these lengths the quadratic parsers took minutes, longer than a test's timeout.
 """
 
 from collections.abc import Callable

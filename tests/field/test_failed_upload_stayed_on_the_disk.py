@@ -1,5 +1,6 @@
-"""A user saw: an upload whose name was half a surrogate got a 500, and its content stayed on the disk, counted nowhere
-(issue 56, item 4). And eight uploads at the same time passed the limit together."""
+"""A failed upload leaves no file on disk. A user saw: an upload whose name was half a surrogate got a 500, and its
+content stayed on the disk uncounted (issue 56, item 4). Also, eight concurrent uploads passed the limit together.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MIB = 1 << 20
 
 
 def form(name: bytes, content: bytes = b"{}", purpose: bytes = b"batch", disposition: bytes = b"filename=") -> bytes:
-    """`name`: as it stands in quotes behind `disposition`."""
+    """`name` is written between quotes after `disposition`."""
     parts = (
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%s\r\n' % purpose,
         b'--b\r\nContent-Disposition: form-data; name="file"; %s"%s"\r\n\r\n%s\r\n' % (disposition, name, content),
@@ -120,7 +121,7 @@ async def test_names_are_kept_as_they_are(tmp_path: Path) -> None:
 
 
 async def test_whatever_fails_behind_the_content_leaves_nothing(tmp_path: Path) -> None:
-    """The database refuses the row, as it did the name."""
+    """The database rejects the row, as it did for the name."""
     async with keeping(tmp_path) as api:
         with sqlite3.connect(tmp_path / "responses.sqlite3") as database:
             database.execute("create trigger no before insert on files begin select raise(abort, 'no'); end")
@@ -141,7 +142,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("announced", [True, False])
 async def test_uploads_at_the_same_time_stay_below_the_limit(tmp_path: Path, announced: bool) -> None:
-    """Their lengths are announced, or they come in chunks."""
+    """With a Content-Length, or in chunks."""
     async with keeping(tmp_path, max_stored_size=5 / 1024) as api:
         body = form(b"a", b"x" * 2 * MIB)
         headers = {"content-type": "multipart/form-data; boundary=b"}
@@ -173,7 +174,7 @@ def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
     asked.files.release("two")
     assert asked.files.try_reserve_bytes("", "three", 9000, "0.1")
     asked.files.release("three")
-    # Of keys, who holds some gets more only while as much is left to others.
+    # A key that holds bytes gets more only while as much is left for others.
     assert data.files.try_reserve_bytes("a", "one", 4000, "0.1")
     assert not data.files.try_reserve_bytes("a", "two", 4000, "0.1")
     assert data.files.try_reserve_bytes("b", "two", 4000, "0.1")
@@ -181,7 +182,7 @@ def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_room_was_forgotten_is_counted_again(tmp_path: Path) -> None:
-    """The process that has the data was replaced while the upload came."""
+    """The process that owns the data was replaced during the upload."""
     data = open_data_dir(tmp_path, 10_000)
     file = new_file("in.jsonl", "batch", 6000, keep_seconds=None)
     data.contents.write_content(file.id, BytesIO(b"x" * 6000))

@@ -1,5 +1,6 @@
-"""A user saw: a start stood still for 40 s and said nothing, for a tokenizer.json with three million added tokens
-(issue 56, item 6). The library needs as long; the log says so before."""
+"""The log warns before a slow tokenizer load. A user saw: a start stood still for 40 s without a message, for a
+tokenizer.json with three million added tokens (issue 56, item 6). The library needs that time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A user saw: a `.bin` file of nested lists held the start for as long as the square of its size (issue 56, item 6).
-Files that would take so long, or for ever, run into the test's own limit."""
+"""Nested pickles are read in linear time. A user saw: a `.bin` file of nested lists delayed the start by the square of
+its size (issue 56, item 6). Quadratic or endless reading would exceed the test's timeout.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from quire.engine.common.errors import ModelError
 
 DEPTH = 200_000
 TWICE = b")" + b"q\x00h\x00h\x00\x86" * 60
-"""A pair of a pair of a pair: as a text, or hashed, 2^60 of them."""
+"""Nested pairs: printed or hashed, 2^60 of them."""
 PICKLES = {
     "marks": b"(" * DEPTH + b"t" * DEPTH + b".",
     "marks and lists": (b"](" * DEPTH) + b"e" * DEPTH + b".",

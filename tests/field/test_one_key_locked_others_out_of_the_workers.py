@@ -1,5 +1,6 @@
-"""A user saw: beside one key's 1,300 open calls 67 of 76 requests of another got a 503 (issue 56,
-item 3). Each queue that keys share has shares, or turns."""
+"""Every queue that API keys share is fair. A user saw: while one key had 1,300 open calls, 67 of 76 requests of another
+key got a 503 (issue 56, item 3).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def tenant(name: str) -> Tenant:
 
 
 async def waiting(pool: pools.WorkerPool, name: str, count: int) -> list[asyncio.Task[Any]]:
-    """Jobs of a tenant that sleep, or wait for a worker."""
+    """Start jobs of a tenant that sleep or wait for a worker."""
     limits = pools.JobLimits(cpu_seconds=5, memory_bytes=pools.WORKER_MEMORY_BYTES)
     wrong = pools.InvalidRequest("too much")
     jobs = [pool.run_limited_job(limits, works.asleep, [b""], tenant(name), wrong, is_slow=False) for _ in range(count)]
@@ -41,7 +42,7 @@ def num_refused(tasks: list[asyncio.Task[Any]]) -> int:
 
 @pytest.mark.parametrize(("crowd", "room"), [("a", 6), ("", 12)])
 async def test_the_workers_queue_has_shares(monkeypatch: pytest.MonkeyPatch, crowd: str, room: int) -> None:
-    """Without keys all callers are one."""
+    """Without keys all callers count as one."""
     monkeypatch.setattr(pools, "MAX_WAITING_JOBS", 12)
     async with open_pool() as pool:
         first = await waiting(pool, crowd, 40)
@@ -60,7 +61,7 @@ async def test_the_workers_queue_has_shares(monkeypatch: pytest.MonkeyPatch, cro
 
 
 def test_the_queue_of_prompt_tokens_has_shares() -> None:
-    """A key whose prompts take half of it gets no more, and others do."""
+    """A key whose prompts take half of the queue gets no more, and other keys do."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     config = ServerConfig(max_num_seqs=2, max_queued_tokens=1000)
     admission = Admission(client, config, context_length=10_000, has_api_keys=True)

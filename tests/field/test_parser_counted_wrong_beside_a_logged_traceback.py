@@ -1,7 +1,8 @@
-"""Seen in our own CI on Python 3.11: "SystemError: AST constructor recursion depth mismatch", for valid text.
+"""A spurious SystemError of ast.parse does not fail an answer. Seen in our CI on Python 3.11: "SystemError: AST
+constructor recursion depth mismatch" for valid text.
 
-The garbage collector had a traceback logged while a text was parsed, which parses, too (python/cpython#106905). A call
-in Python's syntax is read by the same parser: an answer must not fail because of another request's garbage.
+The garbage collector logged a traceback during a parse, and logging parses, too (python/cpython#106905). Tool calls in
+Python syntax use the same parser, so another request's garbage must not make an answer fail.
 """
 
 from __future__ import annotations

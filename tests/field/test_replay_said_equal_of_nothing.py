@@ -1,5 +1,7 @@
-"""A user saw: `quire replay` said "equal" and exited with 0 where nothing had been compared, wrote a receipt's control
-characters to the terminal, and ended with its engine at an id outside the vocabulary (issue 56, item 6)."""
+"""`quire replay` refuses receipts that it cannot compare. A user saw: it printed "equal" and exited with 0 when nothing
+had been compared, wrote a receipt's control characters to the terminal, and lost its engine at an id outside the
+vocabulary (issue 56, item 6).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def receipt(llm: LLM) -> Any:
-    """As JSON has it."""
+    """A receipt as decoded JSON."""
     params = SamplingParams(max_tokens=4, seed=1, logprobs=1)
     (output,) = llm.generate("Once", params, receipts=True)
     return json.loads(encode_receipt(output.receipt))

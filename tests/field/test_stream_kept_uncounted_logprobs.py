@@ -1,4 +1,6 @@
-"""A user saw: streams whose last event repeats all log probabilities kept these in no budget (issue 56, item 6)."""
+"""Logprobs that a stream keeps count against a budget. A user saw: streams whose last event repeats all logprobs kept
+these uncounted (issue 56, item 6).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A user saw: a checkpoint's chat template wrote `_quire_budget.spend(-…)` and held the event loop for 9.4 s (issue 56,
-item 6). No name of a template's leads to what counts its steps, and no long body is run for one step."""
+"""Chat templates cannot change their step budget, and long bodies cost more than one step. A user saw: a checkpoint's
+template wrote `_quire_budget.spend(-…)` and held the event loop for 9.4 s (issue 56, item 6).
+"""
 
 from __future__ import annotations
 

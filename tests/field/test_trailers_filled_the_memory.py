@@ -1,6 +1,7 @@
-"""A user saw: strangers sent trailers without an end; the server took 4 GB and kept it (issue 56, item 1).
+"""Endless chunk framing is bounded. A user saw: unauthenticated clients sent endless trailers; the server took 4 GB and
+kept it (issue 56, item 1).
 
-Of the same kind: chunk extensions without an end (Node's CVE-2024-22019), chunks of one byte, thousands of headers.
+Of the same kind: endless chunk extensions (Node's CVE-2024-22019), one-byte chunks, thousands of headers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("key", [b"secret", b"wrong"])
 async def test_what_is_no_body_is_bounded_in_each_phase(port: Port, name: str, key: bytes) -> None:
-    """Also where the application has answered long before, as it does to a wrong key."""
+    """Also if the application has answered long before, as it does for a wrong key."""
     sent = 0
 
     async def counted() -> bytes:
@@ -83,7 +84,7 @@ async def test_what_is_no_body_is_bounded_in_each_phase(port: Port, name: str, k
 
 @pytest.mark.parametrize("count", [1, 20])
 async def test_trailers_are_dropped(port: Port, count: int) -> None:
-    """They are no headers: a trailer gives no key."""
+    """A trailer is not a header: it gives no key."""
     close = b"Connection: close\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + close
     trailers = b"Authorization: Bearer secret\r\nHost: evil\r\n" + TRAILER * count
@@ -104,7 +105,7 @@ async def test_headers_are_counted(port: Port) -> None:
 
 
 async def test_small_chunks_of_a_large_body_are_no_attack(port: Port) -> None:
-    """A client that writes a JSON text as it makes it sends a chunk for each of its pieces."""
+    """A client that writes JSON incrementally sends a chunk for each part."""
     body = b'{"prompt": "a", "max_tokens": 2' + b" " * 900_000 + b"}"
     chunks = b"".join(b"18\r\n%s\r\n" % body[at : at + 24].ljust(24) for at in range(0, len(body), 24))
     close = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -113,7 +114,7 @@ async def test_small_chunks_of_a_large_body_are_no_attack(port: Port) -> None:
 
 @pytest.mark.parametrize("ends", ["closes", "resets"])
 async def test_a_closed_connection_is_freed_at_once(port: Port, ends: str) -> None:
-    """And not when Python looks for objects that refer to one another in a circle."""
+    """Not only when the garbage collector finds reference cycles."""
     gc.collect()
     gc.disable()
     try:
@@ -135,7 +136,7 @@ async def test_a_closed_connection_is_freed_at_once(port: Port, ends: str) -> No
 
 
 async def test_what_is_wrong_with_a_body_is_told_after_the_answers_before_it(port: Port) -> None:
-    """It was told in the midst of them: an answer of another request, as a client's library reads it."""
+    """The error once came in the middle of another request's response, and clients would read it as part of that."""
     stream = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
     long = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: %d\r\n\r\n"
     answer = await port.send(long % len(stream) + stream, head() + b"1;" + PIECE * 5, pause=0.02)

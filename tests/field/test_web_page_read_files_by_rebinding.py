@@ -1,5 +1,6 @@
-"""A user saw: a web page whose name suddenly pointed to 127.0.0.1 listed, read and deleted files, and chatted (DNS
-rebinding, issue 56, item 5; Ollama's CVE-2024-28224)."""
+"""The server rejects foreign Host headers. A user saw: a web page whose name suddenly pointed to 127.0.0.1 listed, read
+and deleted files, and chatted (DNS rebinding, issue 56, item 5; Ollama's CVE-2024-28224).
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ async def test_what_the_header_may_be(port: Port) -> None:
 
 
 async def test_the_host_of_an_absolute_target_counts(port: Port) -> None:
-    """It stands for the header's (RFC 9112, 3.2.2)."""
+    """It replaces the Host header (RFC 9112, 3.2.2)."""
     for target in (
         "http://evil.example/v1/models",
         "http://localhost@evil.example/v1/models",
@@ -152,7 +153,7 @@ async def test_allowed_hosts(names: list[str], host: str, expected: int) -> None
 
 
 async def test_with_keys_any_name_may_be_asked() -> None:
-    """A proxy on the same machine passes a public name on; a page has no key."""
+    """A proxy on the same machine passes a public name on; a web page has no key."""
     async with serving(FakeEngine(LETTERS), api_key=["secret"]) as port:
         assert status(await get(port, "evil.example")) == 401
         assert status(await get(port, "quire.example.com", more="Authorization: Bearer secret")) == 200
@@ -161,7 +162,7 @@ async def test_with_keys_any_name_may_be_asked() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 @pytest.mark.parametrize("host", ["quire:8000", "quire.example.com", "10.2.3.4:8000", "my-service.my-namespace.svc"])
 def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
-    """As in containers, whose callers use names of Compose and of Kubernetes."""
+    """As in containers, whose callers use names of Compose and Kubernetes."""
     hosts = AllowedHosts(ServerConfig())
     with bind_tcp_socket(address, 0) as listener:
         hosts.enforce_if_loopback_only([listener])

@@ -1,5 +1,7 @@
-"""Kernel tests run on every instruction set that was built and that this machine has: on the plainest and the best with
-every change. The slow tests also have matrix tiles, by traps where the processor has none (trapped.py)."""
+"""Kernel tests run on every instruction set that was built and that this machine has. Every change runs the plainest
+and the best one; the slow tests run all, and matrix tiles too, emulated by traps if the processor has none
+(trapped.py).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Stand-ins for flash-attn 2 and for PyTorch's varlen attention, with their documented signatures and checks, which
-compute what the documentation says in plain PyTorch, in float64. The calls that were made are kept."""
+"""Stand-ins for flash-attn 2 and PyTorch's varlen attention: documented signatures and checks, results computed in
+plain PyTorch in float64. They record the calls.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class FakeFlashAttn:
-    """The module flash_attn, version 2.8; the docstrings of flash_attn_interface.py are what it follows."""
+    """The module flash_attn, version 2.8. It follows the docstrings of flash_attn_interface.py."""
 
     __version__ = "2.8.3"
 
@@ -109,7 +110,7 @@ def fake_varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """torch.nn.attention.varlen.varlen_attn of PyTorch 2.13, held to what its flash-attn 2 takes."""
+    """torch.nn.attention.varlen.varlen_attn of PyTorch 2.13, limited to what its flash-attn 2 accepts."""
     assert return_aux is None
     assert num_splits == (None if block_table is None else 1), "paged and split it leaves rows unwritten"
     assert block_table is None or seqused_k is not None, "block_table requires seqused_k"
@@ -123,7 +124,7 @@ def fake_varlen_attn(
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
-    """What the C++ side of flash-attn refuses. k and v are [pages, tokens, K, D], or [total, K, D] without a table."""
+    """Assert what flash-attn's C++ side requires. k, v: [pages, tokens, K, D], or [total, K, D] without a table."""
     assert q.dtype in DTYPES, "FlashAttention only supports fp16 and bf16"
     assert q.dtype == k.dtype == v.dtype
     assert k.shape == v.shape
@@ -155,7 +156,7 @@ def ragged(
     window: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """Sequence by sequence; each call's arguments are held to what the two cumulative counts say, but in a capture."""
+    """Compute sequence by sequence. Outside of a capture, assert that arguments agree with both cumulative counts."""
     for starts in (query_start, key_start):
         assert starts.dtype == torch.int32
         assert starts.is_contiguous()
@@ -195,8 +196,7 @@ def ragged_there(
     window: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """The same without a look at what the tensors hold, so that a graph holds it: all queries with each sequence's
-    keys."""
+    """The same without host reads, so that a graph can hold it: all queries with each sequence's keys."""
     out, token = torch.full_like(q, torch.nan), torch.arange(len(q))
     for row, (pages, length) in enumerate(zip(block_table, key_start.diff(), strict=True)):
         keys, values = (cache[pages.long()].flatten(0, 1)[None] for cache in (k, v))
@@ -209,7 +209,7 @@ def ragged_there(
 
 
 def visible(key_at: Tensor, query_at: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
-    """Which keys a query sees; -1 of a window is unlimited, causal means no key to the right."""
+    """True where a query sees a key. -1 in a window is unlimited; causal means no key to the right."""
     left, right = window
     seen = torch.ones_like(key_at == query_at)
     if causal or right >= 0:
@@ -220,7 +220,7 @@ def visible(key_at: Tensor, query_at: Tensor, causal: bool, window: tuple[int, i
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
-    """q [B, Q, H, D], k, v [B, T, K, D], seen [B, Q, T]; what is not seen may hold anything."""
+    """q [B, Q, H, D], k, v [B, T, K, D], seen [B, Q, T]. Keys and values that are not seen may hold anything."""
     group = q.shape[2] // k.shape[2]
     used = seen.any(1)[:, :, None, None]
     k, v = (torch.where(used, x, torch.zeros_like(x)).double().repeat_interleave(group, 2) for x in (k, v))

@@ -1,5 +1,6 @@
-"""Stand-ins for flash-attn 3 and 4, as tests/kernels/fake_flash.py has them for 2: documented signatures, what their
-sources refuse, and results in float64."""
+"""Stand-ins for flash-attn 3 and 4, like those of tests/kernels/fake_flash.py for 2: documented signatures, the checks
+of their sources, and results in float64.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.kernels.fake_flash import DTYPES, attend, ragged, scale, visible
 
 
 class FakeFlash3:
-    """The module flash_attn_interface; hopper/flash_attn_interface.py and flash_api.cpp are what it follows."""
+    """The module flash_attn_interface. It follows hopper/flash_attn_interface.py and flash_api.cpp."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -64,7 +65,7 @@ class FakeFlash3:
 
 
 class FakeFlash4:
-    """flash_attn.cute on a GPU of this compute capability; flash_attn/cute/interface.py is what it follows."""
+    """flash_attn.cute on a GPU of this compute capability. It follows flash_attn/cute/interface.py."""
 
     def __init__(self, capability: int) -> None:
         self.major = capability

@@ -1,4 +1,4 @@
-"""Attention kernels of others where Python imports them from, whether they are installed or not."""
+"""Puts fake attention libraries where Python imports the real ones from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGED = (2, 13)
 
 
 def install_flash(monkeypatch: pytest.MonkeyPatch, library: object | None) -> None:
-    """flash-attn 2; None: it is not installed."""
+    """flash-attn 2; None means that it is not installed."""
     monkeypatch.setitem(sys.modules, "flash_attn", library)  # type: ignore[arg-type]
 
 
@@ -24,7 +24,7 @@ def install_flash3(monkeypatch: pytest.MonkeyPatch, library: object) -> None:
 
 
 def install_flash4(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")  # which the backend sets where nobody did
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")  # the backend sets it if it is unset
     library: Any = SimpleNamespace(flash_attn_varlen_func=function)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", library)
 

@@ -49,8 +49,9 @@ def page(
     kv_dtype: torch.dtype | None = None,
     scales: KVScales = UNIT_KV_SCALES,
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Caches and metadata for a step of these parts, on pages in random order. What nobody wrote is NaN, as are the
-    scales of codes."""
+    """Caches and metadata for a step of these parts, on pages in random order. Unwritten elements are NaN, as are the
+    scales of quantized caches.
+    """
     size, dtype = backend.block_size, kv_dtype or parts[0].k.dtype
     kv_heads, dim = parts[0].k.shape[1:]
     needs = [-(-len(part.k) // size) for part in parts]
@@ -104,14 +105,14 @@ def attended_on(
     metadata: AttentionMetadata,
     softmax: AttentionParams,
 ) -> Tensor:
-    """Attention of q and two caches of the CPU by that of a device; on the CPU again."""
+    """Attention of q and two CPU caches, computed on `device`. The result is on the CPU."""
     if softmax.sinks is not None:
         softmax = replace(softmax, sinks=softmax.sinks.to(device))
     return attention(*(x.to(device) for x in given), to_device(metadata, device), softmax).cpu()
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A cache that nobody wrote to: NaN, and of codes bytes that are NaN as scales and as 8-bit floats."""
+    """An unwritten cache: NaN, or for quantized types bytes that are NaN as scales and as 8-bit floats."""
     if dtype in QUANTIZED_KV_DTYPES:
         return torch.full(shape, 255, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype)

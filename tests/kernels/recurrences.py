@@ -1,4 +1,4 @@
-"""A layer's matrices for tests: rows of sequences, given to a backend step by step, and cut at random."""
+"""Recurrent states for tests: rows of sequences, given to a backend step by step and cut at random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 class Row(NamedTuple):
     numbers: Tensor
-    """Of the sequence up to the end of what is computed."""
+    """The sequence's inputs up to the end of what is computed."""
     first: int
     seen: int
     known: int
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a rule's matrices."""
+    """Sizes of a rule's state matrices."""
 
     rule: Recurrence
     heads: int
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 
 def given(shape: Shape, tokens: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """What tokens give side by side: to the matrices, their gates, and beside."""
+    """A token's inputs side by side: those of the matrices, the gates, and the head inputs."""
     rule = shape.rule
     width = rule.input_dim + shape.heads * shape.value + rule.head_inputs_dim
     return torch.randn((tokens, width), generator=generator).to(dtype)
@@ -49,7 +49,7 @@ def parts(shape: Shape, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass
 class Kept:
-    """What a layer keeps, NaN where nobody wrote."""
+    """The states of a layer; NaN until written."""
 
     backend: Backend
     shape: Shape
@@ -82,7 +82,7 @@ class Kept:
 
 
 def on(shape: Shape, device: torch.device) -> Shape:
-    """The rule's weights there."""
+    """The rule with its weights on `device`."""
     rule: Any = shape.rule
     there = {each.name: getattr(rule, each.name) for each in fields(rule)}
     moved = {name: value.to(device) for name, value in there.items() if isinstance(value, Tensor)}
@@ -90,7 +90,7 @@ def on(shape: Shape, device: torch.device) -> Shape:
 
 
 def whole(backend: Backend, shape: Shape, numbers: Tensor, device: torch.device = CPU) -> Tensor:
-    """What a sequence gives that is computed at once."""
+    """The outputs of a sequence that is computed at once."""
     kept = Kept(backend, shape, numbers.dtype, device=device)
     return kept.step([Row(numbers, 0, 0, len(numbers), 0)])[0]
 
@@ -98,8 +98,9 @@ def whole(backend: Backend, shape: Shape, numbers: Tensor, device: torch.device 
 def cut_at_random(
     backend: Backend, shape: Shape, dtype: torch.dtype, seed: int, device: torch.device = CPU, most: int = 80
 ) -> None:
-    """Sequences in chunks beside each other, with guesses of which some are right: their results are as all others',
-    and the next step begins behind them."""
+    """Compute several sequences together in random chunks, with drafts of which some are right. The results must equal
+    those of each sequence alone; each next step begins after the accepted drafts.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     drafts = rng.randrange(6)
     kept = Kept(backend, shape, dtype, drafts, device)

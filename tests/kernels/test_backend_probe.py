@@ -1,4 +1,4 @@
-"""Backends are tried before they are chosen: on fakes with the faults that real libraries have had."""
+"""Probes of attention backends, on fakes with faults that real libraries have had."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def refuse(out: Tensor) -> Tensor:
 
 
 def wait(out: Tensor) -> Tensor:
-    """As flash-attn after 2.8.3, which reads the longest context on the host."""
+    """flash-attn after 2.8.3 reads the longest context on the host."""
     out.float().max().item()
     return out
 
 
 def unwritten(out: Tensor) -> Tensor:
-    """Rows after the first, as PyTorch leaves them when it splits paged keys."""
+    """PyTorch leaves the rows after the first unwritten when it splits paged keys."""
     out[1:] = torch.nan
     return out
 
@@ -88,14 +88,14 @@ def test_a_backend_that_computes_passes(
 
 
 class Misscaled(ReferenceBackend):
-    """Its scores are 3 % off."""
+    """Its scores are 3 % too large."""
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
         return super().paged_attention(q * 1.03, k_cache, v_cache, metadata, softmax)
 
 
 class MixedUp(ReferenceBackend):
-    """It computes a decode batched with a chunk of a prompt as if it were the part's first token."""
+    """Computes a decode that is batched with a prefill chunk as if it were the chunk's first token."""
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
         out = super().paged_attention(q, k_cache, v_cache, metadata, softmax)
@@ -161,7 +161,7 @@ def test_a_decode_that_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_parts_of_prompts_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured for other sequences than those that are computed then."""
+    """The graph is captured for other sequences than those of the replay."""
     probe = replace(PROBE, capture=FakeCapture(), only_prefill_graph=True)
     assert probe(made(monkeypatch, FakeFlashAttn())) is None
     said = probe(made(monkeypatch, Faulty(prompt=wait)))
@@ -173,7 +173,7 @@ def test_parts_of_prompts_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgetful(function: Any) -> Any:
-    """Its graphs compute for ever what they were captured with."""
+    """Its replays never compute anything."""
     result = function()
     return lambda: None, result
 
@@ -192,7 +192,7 @@ def test_the_choice_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_any_graph_the_fastest_that_computes_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that captures nothing must not leave the reference, whose steps take a hundred times as long."""
+    """With a driver that captures nothing, the reference must not be chosen: its steps take a hundred times as long."""
     made(monkeypatch, FakeFlashAttn())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -223,14 +223,14 @@ def test_a_cpu_is_not_probed() -> None:
 
 @pytest.mark.slow
 def test_a_state_space_of_granite_4_in_bfloat16() -> None:
-    """Of which one number of 33,792 was too far from what unrounded inputs give, so no backend passed on any GPU."""
+    """One number of 33,792 was too far from the result of unrounded inputs, so that no backend passed on any GPU."""
     some = [torch.linspace(0.1, 1.0, size) for size in (48, 48, 48, 48 * 64)]
     rule = StateSpace(-some[0], *some[1:], 1e-6, 1, 128, 64)
     assert RecurrenceProbe(CPU, torch.bfloat16, rule, 64)(ReferenceBackend()) is None
 
 
 def build(monkeypatch: pytest.MonkeyPatch, folder: Path) -> BaseException:
-    """What Triton's own build of a launcher raises here."""
+    """The error that Triton raises when it builds a launcher here."""
     triton_build = pytest.importorskip("triton.runtime.build", reason="there is no Triton for this platform")
     if hasattr(triton_build, "_find_compiler"):  # from 3.8 on Triton looks for one only once
         triton_build._find_compiler.cache_clear()

@@ -1,4 +1,4 @@
-"""The compiled paged attention against the float64 reference."""
+"""Compiled paged attention against the float64 reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def case(
     scale: float | None = None,
     chunked: bool = False,
 ) -> tuple[list[Part], list[Tensor]]:
-    """A batch and what the reference says in float64: once for all instruction sets."""
+    """A batch and its float64 reference result, computed once for all instruction sets."""
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
     wide = [part.to(torch.float64) for part in parts]
@@ -112,7 +112,7 @@ def test_keys_that_come_after(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 20, 300])
 def test_sinks(cpu: CpuBackend, window: int | None, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Against a softmax with one more column, which is then left out."""
+    """The expected result is a softmax with one more column, which is then dropped."""
     parts = [random_part(c, q, 6, 2, 32, dtype, generator) for c, q in (*MIX, (1030, 3))]
     sinks = torch.tensor([-200.0, -1.0, 0.0, 1.0, 4.0, 200.0])
     got = attend(cpu, parts, window=window, sinks=sinks)
@@ -132,12 +132,12 @@ def test_sinks(cpu: CpuBackend, window: int | None, dtype: torch.dtype, generato
 
 
 def test_large_scores(cpu: CpuBackend) -> None:
-    """Scores in the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
+    """Scores are in the hundreds, where float32 itself is exact to about 1e-5."""
     check(cpu, MIX, 2, 1, 64, torch.float32, tolerance=2e-4, scale=20.0)
 
 
 def test_scores_far_below_zero(cpu: CpuBackend) -> None:
-    """The peak of a tile, not 0, anchors its exponentials."""
+    """The exponentials are relative to a tile's peak, not to 0."""
     q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
     v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
     assert torch.allclose(attend(cpu, [Part(q, k, v)])[0], torch.tensor(149.5))

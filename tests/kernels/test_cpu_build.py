@@ -1,4 +1,4 @@
-"""How the kernels are built and loaded: with and without a compiler, no OpenMP of their own, clean under sanitizers."""
+"""Build and loading of the CPU kernels: with and without a compiler, one OpenMP runtime, clean under sanitizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def python(code: str, where: Path = ROOT, **environment: str) -> subprocess.Comp
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what the build needs, with the libraries that are there."""
+    """A copy of what the build needs, with the libraries that are built already."""
     shutil.copytree(ROOT / "quire/kernels", tmp_path / "quire/kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "quire/__init__.py"):
         shutil.copy2(ROOT / name, tmp_path / name)
@@ -116,7 +116,7 @@ def test_the_environment_chooses_the_instruction_set() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel (sanitize.cpp), random shapes."""
+    """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel (sanitize.cpp), with random shapes."""
     flags = {
         "plain": [],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -147,7 +147,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 
 
 def compile_driver(compiler: str, flags: list[str], folder: Path) -> Path:
-    """sanitize.cpp with all kernels, without sanitizers."""
+    """Compile sanitize.cpp with all kernels, without sanitizers."""
     folder.mkdir()
     sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "quire/kernels/cpu").rglob("*.cpp"))]
     objects = [folder / f"{source.stem}.o" for source in sources]
@@ -159,7 +159,7 @@ def compile_driver(compiler: str, flags: list[str], folder: Path) -> Path:
 
 
 def results(path: Path) -> list[torch.Tensor]:
-    """What the driver wrote: of each array its size, then its numbers."""
+    """The arrays that the driver wrote: each one's size, then its numbers."""
     numbers, arrays = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.float32), []
     while len(numbers):
         size = int(numbers[0])
@@ -173,8 +173,9 @@ def results(path: Path) -> list[torch.Tensor]:
 @pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER} (package g++-aarch64-linux-gnu)")
 @pytest.mark.skipif(shutil.which(ARM) is None, reason=f"no {ARM} (package qemu-user)")
 def test_neon_computes_what_plain_kernels_do(tmp_path: Path) -> None:
-    """Every kernel, random shapes, compiled for a 64-bit ARM with dot products and run by an emulator. Sums in another
-    order and products that are fused may turn a rounding to 8 bits."""
+    """Every kernel with random shapes, compiled for 64-bit ARM with dot products and run by an emulator. Another order
+    of sums and fused products may change a rounding to 8 bits.
+    """
     plain = compile_driver(str(COMPILER), [], tmp_path / "plain")
     arm = compile_driver(ARM_COMPILER, ["-march=armv8.2-a+dotprod", "-static"], tmp_path / "arm")
     subprocess.run([plain, tmp_path / "plain.bin"], check=True, capture_output=True)
@@ -216,7 +217,7 @@ def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> Non
 
 @needs_kernels
 def test_a_set_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a checkout came from another machine."""
+    """The case of a checkout that was copied from another machine."""
     cpu, best = CpuBackend(), native_library.loadable_isas()[-1]
     assert native_library.best_unbuilt_isa() is None
     shutil.copy(ROOT / "quire/kernels/cpu/plain.so", tmp_path)

@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks, here threads that map the same memory."""
+"""Collectives of the CPU backend over shared memory, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def together(count: int, work: Callable[[Collective], Any], row_bytes: int = 0) -> list[Any]:
-    """What `work` gives on each of so many ranks."""
+    """The results of `work` on each of `count` ranks."""
     backend = CpuBackend()
     descriptor = backend.create_rank_memory(count, row_bytes)
     groups = [backend.make_collective(descriptor, rank, count) for rank in range(count)]
@@ -45,7 +45,7 @@ def in_order(each: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_sums_are_those_of_the_ranks_in_order(count: int, dtype: torch.dtype) -> None:
-    """Of all sizes, one after another: shorter than a vector, and longer than a buffer."""
+    """Sizes follow one another: shorter than a vector, and longer than a buffer."""
     shapes = [(1, 1), (3, 7), (5, 64), (1, 1000), (600, 1031), (2, 16)]
     given = [parts(count, shape, dtype) for shape in shapes]
     found = together(count, lambda group: [group.all_reduce(each[group.rank].clone()) for each in given])
@@ -73,7 +73,7 @@ def test_columns_side_by_side(widths: list[int], rows: int) -> None:
 
 
 def test_many_steps_with_ranks_that_lag() -> None:
-    """A buffer is not overwritten before all have read it."""
+    """A buffer must not be overwritten before all ranks have read it."""
 
     def work(group: Collective) -> list[float]:
         found = []
@@ -104,7 +104,7 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
 def test_a_rank_ends_with_its_parent() -> None:
     backend = CpuBackend()
     descriptor = backend.create_rank_memory(2, 0)
-    orphan = backend.make_collective(descriptor, 1, 2, parent=os.getppid() + 1)  # whoever ours is, it is not that one
+    orphan = backend.make_collective(descriptor, 1, 2, parent=os.getppid() + 1)  # a pid that is not the parent's
     os.close(descriptor)
     with pytest.raises(RankEnded):
         orphan.all_reduce(torch.ones(3))
@@ -116,7 +116,7 @@ def test_plain_pytorch_has_no_such_memory() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_the_first_rank_shares(count: int) -> None:
-    """Of all sizes, one after another: none, and longer than a buffer."""
+    """Sizes follow one another: empty, and longer than a buffer."""
     sizes = [1, 0, 7, 300_001]
 
     def work(group: Collective) -> list[Tensor]:

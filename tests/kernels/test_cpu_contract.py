@@ -1,4 +1,4 @@
-"""The bitwise contract: a row's bits depend on its own query, keys and positions, on nothing else."""
+"""The bitwise contract of CPU kernels: a row's bits depend only on its own query, keys and positions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_batching_and_pages(cpu: CpuBackend, dtype: torch.dtype, generator: torc
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Many pieces, and few long ones whose tiles are spread over the threads."""
+    """Many short pieces, and a few long ones whose tiles are spread over the threads."""
     batches = [[(2300, 1)], [(1000, 300)], [(400, 1)] * 20, [(1500, 4), (90, 90)]]
     for mix, sinks in itertools.product(batches, (None, torch.linspace(-2, 2, 6))):
         parts = [random_part(c, q, 6, 2, 64, dtype, generator) for c, q in mix]
@@ -90,7 +90,7 @@ def test_any_mix(
     softcap: float | None,
     chunked: bool,
 ) -> None:
-    """Chunks of several sequences, mixed into steps at random, give what each sequence gives alone and whole."""
+    """Chunks of several sequences, mixed into steps at random, must equal each sequence computed alone and whole."""
     cpu = CpuBackend()
     if cpu.missing_reason:
         pytest.skip(cpu.missing_reason)
@@ -113,7 +113,6 @@ def test_any_mix(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rowwise_kernels(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Norms and gates: a row alone gives what it gives among others."""
     x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576)
     normed, gated, bent = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x), cpu.gelu_mul(x)
     added, total = cpu.add_rms_norm(x.clone(), x.flip(0), weight, 1e-5)

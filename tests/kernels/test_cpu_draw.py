@@ -1,4 +1,4 @@
-"""Draws of the compiled kernels against the reference's, which are held to transformers' filters."""
+"""Sampling of the compiled kernels against the reference, which other tests compare with transformers' filters."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROW = st.tuples(
     st.sampled_from([0, 1, 2, 40, 3000]),
     st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.99, 1.0]),
     st.sampled_from([0.0, 0.0, 0.1, 1.0]),
-    st.sampled_from([0.001, 0.3, 0.7, 0.999]),  # not the very ends: masses are in fixed point here
+    st.sampled_from([0.001, 0.3, 0.7, 0.999]),  # not close to 0 or 1: the kernels sum masses in fixed point
 )
 
 

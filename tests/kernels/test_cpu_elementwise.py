@@ -1,4 +1,4 @@
-"""Norms, gates, rope and KV store of the CPU backend against the reference in float64."""
+"""Norms, gates, RoPE and KV stores of the CPU backend against the float64 reference."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_activations(
 def test_sigmoids_of_gates(
     cpu: CpuBackend, shape: tuple[int, int], each: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """A gate for each number, or for several side by side."""
+    """One gate per element, or one for several adjacent elements."""
     gate = (torch.randn(shape, generator=generator) * 4).to(dtype)
     x = torch.randn((shape[0], shape[1] * each), generator=generator).to(dtype)
     found = cpu.sigmoid_mul(x.clone(), gate)
@@ -105,11 +105,11 @@ def test_gates(
 
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 def test_small_results_of_gates_are_as_exact(cpu: CpuBackend, gate: str) -> None:
-    """Relative to each value, not to the largest: down the tails, where 1 + tanh would cancel."""
+    """The error is relative to each value, not to the largest: in the tails 1 + tanh would cancel."""
     x = torch.linspace(-6, 6, 1000)[None]
     both = torch.cat([x, torch.ones_like(x)], dim=1)
     expected = getattr(reference, gate)(both.double())
-    if gate == "gelu_mul":  # torch's own cancels, too
+    if gate == "gelu_mul":  # torch's function cancels, too
         u = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
         expected = x.double() * torch.sigmoid(2 * u)
     assert ((getattr(cpu, gate)(both) - expected) / expected).abs().max() < 3e-6
@@ -151,7 +151,7 @@ def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: tor
 def test_rope_store(
     cpu: CpuBackend, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Queries are returned, keys and values are found again by attention, in a mixed step."""
+    """A mixed step: attention must find the stored keys and values."""
     heads, kv_heads = 6, 2
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (40, 40), (300, 2)]]
     k_cache, v_cache, metadata = page(cpu, parts)
@@ -200,8 +200,9 @@ def test_norms_of_heads_and_scales_of_queries(
 def test_what_is_not_projected_is_a_key_or_another_layers(
     cpu: CpuBackend, given: Any, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """By hand: values are normed without weights; of keys alone they are what these are before norm and rotation;
-    queries alone leave the pages as they are."""
+    """Computed by hand. Values are normed without weights; with keys alone the values are the keys before norm and
+    rotation; with queries alone the cache stays unchanged.
+    """
     heads, kv_heads, dim = 6, 2, 40
     part = random_part(70, 70, heads, kv_heads, dim, dtype, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
@@ -241,7 +242,6 @@ def test_columns_of_another_tensor_multiply(cpu: CpuBackend, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_store_kv_keeps_the_neighbours(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Writing the second half of a sequence does not touch the first, to the bit."""
     part = random_part(90, 90, 2, 2, 48, dtype, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     again = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]

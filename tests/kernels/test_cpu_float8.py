@@ -1,5 +1,4 @@
-"""Linears of 8-bit floats on the CPU backend: right to the rounding of sums, and the same bits for a row in every
-batch."""
+"""8-bit float linears of the CPU backend: exact up to rounding of sums, and the same bits for a row in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_lib
 
 
 def made(outs: int, inner: int, block: tuple[int, int], generator: torch.Generator) -> Float8Weight:
-    """Any codes but the two of NaN: subnormal numbers and both zeros too."""
+    """Codes exclude the two NaNs and include subnormal numbers and both zeros."""
     codes = torch.randint(0, 256, (outs, inner), generator=generator, dtype=torch.int32).to(torch.uint8)
     codes[codes & 127 == 127] = 130
     shape = (-(-outs // block[0]), -(-inner // block[1]))
@@ -67,7 +66,7 @@ def test_every_code_is_the_number_that_pytorch_takes_it_for(isa: int) -> None:
 def test_any_shape_on_every_instruction_set(
     inputs: int, blocks: int, of_outs: int, outs: int, rows: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Right, and each row alone as in the batch."""
+    """Each row alone must equal the row in the batch."""
     generator = torch.Generator().manual_seed(seed)
     inner = inputs * blocks - (inputs // 8 * 4 if blocks > 1 else 0) or 4 * blocks  # the last block may be smaller
     weight = made(outs, inner, (of_outs, inputs or inner), generator)

@@ -1,4 +1,4 @@
-"""The packed linear of the CPU backend: right, and the same bits for a row in every batch."""
+"""Packed linears of the CPU backend: close to float64, and the same bits for a row in every batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_linear(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pytorch_without_onednn(cpu: CpuBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for Apple's CPUs: its operators do not exist there."""
+    """PyTorch for Apple's CPUs lacks these operators."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)
     x, weight = torch.ones((3, 8), dtype=dtype), torch.eye(8, dtype=dtype)
@@ -45,7 +45,7 @@ def test_a_pytorch_without_onednn(cpu: CpuBackend, dtype: torch.dtype, monkeypat
 
 
 def test_rounded_once(cpu: CpuBackend, generator: torch.Generator) -> None:
-    """Whole numbers whose sums float32 holds: the result is the rounded exact one, to the bit."""
+    """Integers whose sums float32 holds exactly: the result must be the exact sum, rounded once."""
     x, weight = (torch.randint(-8, 9, s, generator=generator).bfloat16() for s in ((9, 300), (70, 300)))
     assert torch.equal(cpu.pack_linear(weight, None)(x, NO_ADAPTERS), F.linear(x.double(), weight.double()).bfloat16())
 
@@ -84,11 +84,11 @@ def test_a_row_has_the_same_bits_in_every_batch(
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
-        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads  # so few that panels may be cut by rows
+        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads  # few rows: panels may be split by rows
 
 
 def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:
-    """[200, 96]: a matrix whose exponents are all over, in one way or another."""
+    """[200, 96]: a matrix with a wide range of exponents."""
     weight = torch.randn((200, 96), generator=generator)
     match kind:
         case "normal":

@@ -1,5 +1,6 @@
-"""Quantized linears of the CPU backend: right to the rounding of x to 8 or 16 bits, and the same bits for a row in
-every batch."""
+"""Quantized linears of the CPU backend: exact up to the rounding of x to 8 or 16 bits, and the same bits for a row in
+every batch.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from tests.kernels.ragged import error
 from tests.tiers import examples
 
 SHAPES = [(64, 64, 64), (130, 192, 32), (65, 768, 16), (200, 256, 128), (17, 30, 30), (96, 576, 64), (1, 2, 2)]
-"""Outputs, inputs, inputs that share a scale."""
+"""Outputs, inputs, inputs per scale."""
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def made(
     outs: int, inner: int, group: int, *, bits: int, generator: torch.Generator, offsets: bool = False
 ) -> GroupedWeight:
-    """Scales and offsets are half floats, as in most formats: no rounding but that of x is expected."""
+    """Scales and offsets are half floats, as in most formats, so that only x is rounded."""
     if bits == 8:
         codes = torch.randint(-128, 128, (outs, inner), generator=generator, dtype=torch.int8)
     else:
@@ -43,8 +44,9 @@ OUTLIERS = {"8": torch.inf, "auto": 0.4, "16": 0.0}
 
 
 def rounded(x: Tensor, block: int, bits: str = "auto") -> Tensor:
-    """x in float64, as integers hold it: whole multiples of the 127th part of a block's largest number, or of the
-    32,512th part, where that number is above so many times the root of the mean square of the row's."""
+    """x in float64 as the integers represent it: multiples of 1/127 of a block's largest magnitude, or of 1/32,512 if
+    that magnitude exceeds a multiple of the row's root mean square.
+    """
     inner = x.shape[1]
     blocks = F.pad(x.float(), (0, -inner % block)).unflatten(1, (-1, block))
     peak = blocks.abs().amax(2, keepdim=True)
@@ -99,7 +101,7 @@ def test_table_and_order(cpu: CpuBackend, group: int, dtype: torch.dtype, genera
 
 
 def test_parts_of_different_forms_are_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
-    """As query, key and value of one file may be: two of 4 bits, one of 8."""
+    """Query, key and value of one file may differ: two of 4 bits, one of 8."""
     parts = [
         made(130, 192, 32, bits=4, generator=generator),
         made(64, 192, 32, bits=4, generator=generator),
@@ -152,7 +154,7 @@ _LIBRARIES = (
 def test_any_shape_on_every_instruction_set(
     bits: int, group: int, groups: int, outs: int, rows: int, offsets: bool, activation_bits: str, seed: int
 ) -> None:
-    """Right, each row alone as in the batch, and the same integers on every instruction set."""
+    """Each row alone must equal the row in the batch, and every instruction set uses the same integers."""
     generator = torch.Generator().manual_seed(seed)
     inner = group * groups or 2 * groups
     weight = made(outs, inner, group or inner, bits=bits, generator=generator, offsets=offsets)

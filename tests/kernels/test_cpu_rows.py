@@ -1,4 +1,4 @@
-"""What linears of the CPU backend make of the rows of x, for all panels once: of many rows some at a time."""
+"""Linears of the CPU backend prepare the rows of x once for all panels, and large batches a part at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_row_has_the_same_bits_whatever_part_it_is_in(cpu: CpuBackend, kind: s
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -50,10 +50,10 @@ def resident() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks how much memory there is as Linux tells it")
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows_take_no_more_memory_than_some(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
-    """`quire plan` does not count it: 4,096 rows as float32 would be 64 MB, in codes 36."""
+    """`quire plan` does not count this memory: 4,096 rows would take 64 MB as float32 and 36 MB as codes."""
     linear, x, grown = made(cpu, kind, 10, generator), torch.ones((4096, INNER), dtype=torch.bfloat16), []
 
-    def run() -> None:  # in a thread of its own, which has nothing of earlier calls
+    def run() -> None:  # a new thread has no buffers of earlier calls
         before = resident()
         linear(x, NO_ADAPTERS)
         grown.append(resident() - before)

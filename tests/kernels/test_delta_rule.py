@@ -1,5 +1,6 @@
-"""The gated delta rule against transformers' own, token by token; and however sequences are cut, with wrong
-guesses and right ones, the same bits."""
+"""The gated delta rule against transformers, token by token. Its bits must not depend on how sequences are cut, with
+wrong and right drafts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def made(key_heads: int, heads: int, key: int, value: int, generator: torch.Gene
 
 
 def expected(shape: Shape, numbers: Tensor) -> Tensor:
-    """Of a whole sequence."""
+    """The outputs of a whole sequence."""
     rule, (qkv, z, ba) = shape.rule, parts(shape, numbers.double())
     assert isinstance(rule, DeltaRule)
     keys = rule.num_key_heads * rule.key_dim

@@ -1,4 +1,4 @@
-"""Sums and gathers over a torch.distributed group of real processes, which the test kills, and stops waiting for."""
+"""Collectives over a torch.distributed group of real processes, which the test kills or aborts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compute(group: DistributedCollective) -> list[Tensor]:
 
 
 def wait(group: DistributedCollective) -> str:
-    """For the last rank, which never comes to this sum."""
+    """The last rank never joins this all-reduce."""
     if group.rank and group.rank == group.world_size - 1:
         sleep(group)
     try:
@@ -68,14 +68,14 @@ def _process(work: Callable[[DistributedCollective], Any], port: int, rank: int,
     group = collective(store, rank, count)
     out.send("joined")
     out.send(work(group))
-    out.poll(60)  # tensors are fetched from this process, which the other one kills
+    out.poll(60)  # the first rank fetches tensors from this process before it kills it
 
 
 @contextmanager
 def ranks(
     count: int, work: Callable[[DistributedCollective], Any]
 ) -> Iterator[tuple[DistributedCollective, list[SpawnProcess], list[Connection]]]:
-    """The first rank, here, and processes of the others, which do `work` and send what it gives."""
+    """The first rank, in this process, and processes of the others, which run `work` and send its result."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     context = mp.get_context("spawn")
     processes, ends = [], []
@@ -139,7 +139,7 @@ def test_a_killed_rank_ends_the_others_sums(count: int) -> None:
 
 
 def test_nobody_waits_once_it_is_closed() -> None:
-    """For a rank that is alive, and sums nothing."""
+    """The other rank is alive and joins no all-reduce."""
     with ranks(2, sleep) as (group, _, _):
         threading.Timer(0.05, group.abort_collectives).start()
         assert wait(group) == "ended"
@@ -153,7 +153,7 @@ def sleep(group: DistributedCollective) -> None:
 
 
 class _Broken:
-    """A group of a GPU's rank, whose library fails."""
+    """A process group of a GPU rank whose library fails."""
 
     def allreduce(self, _: list[Tensor]) -> dist.Work:
         raise RuntimeError("NCCL error: unhandled system error")
@@ -163,7 +163,7 @@ class _Broken:
 
 
 def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL raises nothing for one that has ended: it waits, until it is aborted."""
+    """NCCL raises nothing if a rank has ended: it waits until it is aborted."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
     group = DistributedCollective(_Broken, 0, 2, in_order=False)
     with pytest.raises(RuntimeError, match="unhandled system error"):
@@ -183,7 +183,7 @@ def test_parts_of_another_width_or_type_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
-    """In order, to each the tensors that are for it, also those that no connection holds at once."""
+    """Each rank gets its own tensors, including those larger than a connection buffers."""
     store = dist.HashStore()
     sent = [parts(3, (tokens, 257), dtype) for tokens in (1, 4000, 0, 7)]
     found: dict[int, list[Tensor]] = {1: [], 2: []}
@@ -211,7 +211,7 @@ def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_a_group_of_pytorchs_own_takes_the_same_calls() -> None:
-    """NCCL's has gloo's interface."""
+    """NCCL's process group has gloo's interface."""
     store, given = dist.HashStore(), torch.arange(12.0).view(2, 2, 3)
 
     def work(rank: int) -> tuple[Tensor, ...]:

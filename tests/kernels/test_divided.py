@@ -1,5 +1,6 @@
-"""Attention of ranks that divide the tokens of sequences, in plain PyTorch, one rank after another: against the judge
-in float64, and the same bits for a row in every batch."""
+"""Decode context parallelism in plain PyTorch, rank after rank: against the float64 reference, and the same bits for a
+row in every batch.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_what_one_process_gives(ranks: int, rules: dict[str, Any], generator: to
 
 
 def test_distances(generator: torch.Generator) -> None:
-    """ALiBi's table is asked for the distance in the sequence, not among a rank's keys."""
+    """ALiBi must use distances in the sequence, not among a rank's keys."""
     bias = torch.randn((4, 2 * 300 + 15), generator=generator)
     parts = [random_part(c, q, 4, 2, 16, torch.float64, generator) for c, q in MIX]
     expected = attend(reference, parts, bias=bias)

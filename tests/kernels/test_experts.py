@@ -1,4 +1,4 @@
-"""Mixtures of experts: what they compute, what they read, and that a row's bits depend on nothing but the row."""
+"""Mixtures of experts: results, which experts are read, and that a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def experts(
 
 
 def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: ClampedSwiGLU | None) -> Tensor:
-    """Every expert of every token in float64, token by token."""
+    """The mixture in float64, token by token."""
     w = {name: tensor.double() for name, tensor in given.items()}
     rows = []
     for row in x.double():
@@ -95,7 +95,7 @@ def test_every_row_is_the_weighed_sum_of_its_experts(
 def test_a_router_that_reads_something_else_and_factors(
     cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """By hand, with GELU in the gates: of two experts of a token, each has its share times its own factor."""
+    """Computed by hand, with GELU gates: each expert's output is scaled by its share and its own scale."""
     given = weights(dtype, generator)
     x, routed = (torch.randn((40, HIDDEN), generator=generator).to(dtype) for _ in range(2))
     factors, w = 0.5 + torch.rand(COUNT, generator=generator), {name: each.double() for name, each in given.items()}

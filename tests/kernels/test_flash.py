@@ -1,5 +1,6 @@
-"""The adapters to flash-attn and to PyTorch's build of it: what they ask for, computed by fakes of the documented
-functions, is what the float64 reference says; on a GPU the real ones are held to the same."""
+"""Backends on flash-attn 2 and PyTorch's varlen attention: with fakes of the documented functions, and on a GPU with
+the real ones, their results must match the float64 reference.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.tree import ROOT
 WHOLE = ((5, 5), (600, 600), (1, 1), (257, 257))
 DECODES = ((1, 1), (5, 1), (256, 1), (257, 1), (600, 1))
 BOTH = ((600, 1), (1, 1), (300, 1), (5, 5), (300, 44), (40, 1))
-"""Decodes, and behind them prompts, as the scheduler orders them."""
+"""Decodes followed by prompts, in the scheduler's order."""
 MIXED = ((5, 5), (600, 1), (300, 44), (513, 257), (256, 256), (40, 1))
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
@@ -167,7 +168,7 @@ def test_decodes_beside_prompts_are_a_call_of_their_own(library: FakeFlashAttn, 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_whole_prompts_need_no_pages(library: FakeFlashAttn, deterministic: bool) -> None:
-    """The kernel without is faster; but a prompt in chunks would have other bits."""
+    """The kernel without a block table is faster, but a chunked prompt would have other bits."""
     check(Flash2Backend(deterministic=deterministic), "cpu", WHOLE)
     check(Flash2Backend(deterministic=deterministic), "cpu", (*WHOLE, (300, 299)))
     assert [asked["paged"] for _, asked in library.calls] == [deterministic, True]
@@ -177,14 +178,16 @@ def test_whole_prompts_need_no_pages(library: FakeFlashAttn, deterministic: bool
 def test_a_window_over_all_keys_is_none(
     library: FakeFlashAttn, window: int, deterministic: bool, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """flash-attn packs the heads of a group only without one. Where bits may not depend on the batch it stays."""
+    """flash-attn packs the heads of a group only without a window. A deterministic backend keeps the window, so that
+    bits do not depend on the batch.
+    """
     backend = Flash2Backend(deterministic=deterministic)
     check(backend, "cpu", DECODES, window=window)
     assert library.calls[-1][1]["window_size"][0] == asked
 
 
 def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
-    """What rope_and_store_kv writes, attention finds."""
+    """Attention must find what rope_and_store_kv writes."""
     generator = torch.Generator().manual_seed(3)
     part, backend = random_part(300, 300, 4, 2, 64, torch.bfloat16, generator), Flash2Backend()
     k_cache, v_cache, metadata = page(backend, [part])
@@ -273,7 +276,7 @@ def test_versions_of_flash_attn(version: str, serves: bool, monkeypatch: pytest.
 
 
 def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It installs flash_attn.cute, so that flash_attn is a namespace without functions or a version."""
+    """flash-attn 4 installs flash_attn.cute, so that flash_attn is a namespace without functions or a version."""
     install_flash(monkeypatch, ModuleType("flash_attn"))
     backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
     assert backend.name != "flash"
@@ -291,7 +294,7 @@ INSTALLED = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 2.13 on it has paged attention, with the arguments that are asked for. `make torch-matrix` tries others."""
+    """PyTorch has paged attention with these arguments from 2.13 on. `make torch-matrix` tests other versions."""
     device = gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
     reason = TorchVarlenBackend().unsupported_reason(device, torch.bfloat16, 64)
@@ -319,7 +322,7 @@ def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pytorch_before_2_13_refuses_what_its_signature_takes(
     version: str, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signature that is installed has block_table, as that of 2.12 has; there it depends on the version alone."""
+    """The signature of 2.12 has block_table already, so the version alone decides."""
     monkeypatch.setattr(torch, "__version__", version)
     device = gpu(monkeypatch, (9, 0))
     reason = TorchVarlenBackend().unsupported_reason(device, torch.bfloat16, 64)
@@ -345,7 +348,7 @@ def test_pytorch_before_2_13_refuses_what_its_signature_takes(
     ],
 )
 def test_what_code_runs_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
-    """As CUDA's programming guide says of binary and PTX compatibility."""
+    """See binary and PTX compatibility in CUDA's programming guide."""
     assert has_code_for(capability, architectures) == runs
 
 
@@ -376,7 +379,7 @@ class Spy(ReferenceBackend):
 def test_pytorchs_kernels_leave_steps_of_one_query_each_to_triton(
     library: FakeFlashAttn, deterministic: bool, window: int | None
 ) -> None:
-    """PyTorch's neither pack grouped heads under a causal window nor split keys."""
+    """PyTorch's kernels neither pack grouped heads under a causal window nor split keys."""
     backend = TorchVarlenBackend(deterministic=deterministic)
     backend.reference = spy = Spy()
     check(backend, "cpu", DECODES, window=window)

@@ -1,4 +1,4 @@
-"""The search for 4-bit weights: the compiled one finds what the reference finds, and both beat rounding to nearest."""
+"""The search for 4-bit scales and zero points: compiled and reference agree, and both beat rounding to nearest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKENDS = [
 
 
 def groups(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of normal and heavy-tailed weights, some far from zero, some of one value, some that are zero."""
+    """Normal and heavy-tailed weights; some groups are far from zero, constant, or zero."""
     found = torch.randn((count, 32), generator=torch.Generator().manual_seed(count))
     found[::7] **= 3
     found[3::11] += 4
@@ -49,7 +49,7 @@ def test_errors_are_those_of_the_reference(backend: ReferenceBackend, dtype: tor
         theirs = meant(fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
         ours, theirs = ((each - weights.double()).square().sum(1) for each in (ours, theirs))
         size = weights.double().square().sum(1)
-        # Sums of another order may round a code to the other side, and lead to another fit of such a group.
+        # Another order of sums may round a code differently and so lead to another fit of the group.
         least = 1e-11 * size
         assert (ours <= theirs * 1.25 + least).all()
         assert (ours <= theirs * 1.001 + least).double().mean() > 0.97

@@ -1,4 +1,4 @@
-"""Sums, gathers and shares whose results all ranks have, over connections between CPUs, by threads."""
+"""Collectives over connections between CPUs, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 def together(count: int, work: Callable[[DistributedCollective], Found], *, in_order: bool = True) -> list[Found]:
-    """What `work` gives each of so many ranks."""
+    """The results of `work` on each of `count` ranks."""
     found: dict[int, Found] = {}
     store = dist.HashStore()
 
@@ -91,7 +91,7 @@ def test_nobody_waits_once_it_is_closed() -> None:
 
     def work(group: DistributedCollective) -> bool:
         group.all_reduce(torch.ones(1))
-        if group.rank == 1:  # it is there, and does nothing
+        if group.rank == 1:  # this rank is alive and joins no collective
             return done.wait(60)
         threading.Timer(0.2, group.abort_collectives).start()
         for call in (group.all_reduce, group.broadcast):
@@ -104,7 +104,7 @@ def test_nobody_waits_once_it_is_closed() -> None:
 
 
 def test_many_sums_with_ranks_that_lag() -> None:
-    """Of several pieces each, so that a rank may be a piece ahead of another."""
+    """Each sum has several pieces, so that a rank may be a piece ahead of another."""
 
     def work(group: DistributedCollective) -> list[float]:
         found = []

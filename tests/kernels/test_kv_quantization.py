@@ -1,5 +1,4 @@
-"""Pages of 8-bit codes: what is rounded, the compiled attention against float64 on the rounded numbers, and the bitwise
-contract."""
+"""8-bit KV caches: rounding, compiled attention against float64 on the rounded values, and the bitwise contract."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ codes = pytest.mark.parametrize("kv_dtype", QUANTIZED_KV_DTYPES, ids=str)
 
 
 def on_codes(part: Part, kv_dtype: torch.dtype, scales: KVScales = UNIT_KV_SCALES) -> Part:
-    """The part in float64, with the keys and values that its codes stand for."""
+    """The part in float64, with keys and values rounded to codes and back."""
 
     def read(x: Tensor, scale: float) -> Tensor:
         return dequantize_kv(*quantize_kv(x, kv_dtype, scale), scale, torch.float64)
@@ -61,7 +60,7 @@ def check(
 
 @codes
 def test_what_codes_stand_for(kv_dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Half a step of an integer, a sixteenth of an 8-bit float, which beyond its largest number stays there."""
+    """The bound is half a step for integers and 1/16 for 8-bit floats, which saturate at their largest number."""
     x = torch.randn((50, 3, 64), generator=generator) * torch.logspace(-3, 3, 50)[:, None, None]
     got = dequantize_kv(*quantize_kv(x, kv_dtype, 1.0), 1.0, torch.float64)
     if kv_dtype == torch.int8:
@@ -102,7 +101,7 @@ def test_window_and_softcap(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_calibrated_scales(cpu: CpuBackend, dtype: torch.dtype) -> None:
-    """Of 8-bit floats: the key's joins the scores, before they are capped, and the value's the result."""
+    """8-bit floats: the key's scale multiplies the scores before the softcap, the value's scale the result."""
     check(cpu, torch.float8_e4m3fn, dtype, scales=KVScales(0.03, 0.7), softcap=5.0)
 
 
@@ -124,7 +123,7 @@ def test_biases_and_keys_that_come_after(
 def test_codes_are_the_reference_s(
     cpu: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype, scales: KVScales, generator: torch.Generator
 ) -> None:
-    """Bit for bit, from store_kv and from rope_and_store_kv: heads of zeros, of tiny and of huge numbers, too."""
+    """Compares store_kv and rope_and_store_kv, including heads of zeros, tiny and huge numbers."""
     tokens, kv_heads, dim = 40, 3, 24
     sizes = torch.tensor([0.0, 1e-30, 1e-3, 1.0, 50.0, 1e4]).repeat(20)[: tokens * kv_heads].view(tokens, kv_heads, 1)
     k, v = ((torch.randn((tokens, kv_heads, dim), generator=generator) * sizes).to(dtype) for _ in range(2))
@@ -172,7 +171,7 @@ def test_any_mix(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Chunks of several sequences, mixed into steps at random, give what each sequence gives alone and whole."""
+    """Chunks of several sequences, mixed into steps at random, must equal each sequence computed alone and whole."""
     cpu = CpuBackend()
     if cpu.missing_reason:
         pytest.skip(cpu.missing_reason)
@@ -198,7 +197,7 @@ def test_any_mix(
 @codes
 @pytest.mark.usefixtures("keep_threads")
 def test_threads(cpu: CpuBackend, kv_dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Many pieces, and few long ones whose tiles are spread over the threads."""
+    """Many short pieces, and a few long ones whose tiles are spread over the threads."""
     for mix in ([(2300, 1)], [(1000, 300)], [(400, 1)] * 20):
         parts = [random_part(c, q, 6, 2, 64, torch.bfloat16, generator) for c, q in mix]
         torch.set_num_threads(1)

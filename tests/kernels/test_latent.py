@@ -1,4 +1,4 @@
-"""Latent attention's kernels against plain sums in float64; and whatever else is in the batch, the same bits."""
+"""MLA kernels against direct float64 sums, with the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 SIZES = [(512, 64), (32, 16), (30, 6), (48, 2)]
 """(L, R)"""
 MIX = [(700, 3), (1, 1), (16, 16), (300, 45), (257, 1)]
-"""Contexts, and how many of their last tokens are queries."""
+"""Context lengths, and how many of their last tokens are queries."""
 
 
 def parts(sizes: tuple[int, int], heads: int, dtype: torch.dtype, generator: torch.Generator) -> list[Part]:
@@ -53,7 +53,7 @@ def test_values_are_the_beginnings_of_keys(
 def test_they_are_what_a_cache_of_values_would_hold(
     cpu: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
-    """With keys that are whole values, bit for bit; of 8-bit floats with the keys' scale."""
+    """Here the values are whole keys. With 8-bit floats the values use the keys' scale."""
     some = [Part(each.q, each.k, each.k) for each in parts((56, 8), 20, dtype, generator)]
     given = {"scale": 0.1, "kv_dtype": kv_dtype}
     wanted = attend(cpu, some, **given, scales=KVScales(0.5, 0.5))
@@ -63,7 +63,7 @@ def test_they_are_what_a_cache_of_values_would_hold(
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_codes(cpu: CpuBackend, sizes: tuple[int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> None:
-    """As the reference reads what it has rounded alike."""
+    """Both round keys in the same way."""
     some = parts(sizes, 3, torch.float32, generator)
     scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
     given = {"scale": 0.1, "kv_dtype": kv_dtype, "scales": scales, "values": sizes[0]}
@@ -94,7 +94,7 @@ def test_any_batch_any_chunks_any_threads(
 def store(
     backend: Backend, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, kv_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries, the cache, and the tokens' slots in it."""
+    """Returns the queries, the cache, and the tokens' slots in it."""
     shape = backend.kv_cache_shape(4, 1, sum(latent.latent_and_rope_dims), kv_dtype)
     cache, slots = empty_cache(shape, kv_dtype), torch.tensor([3, 17, 63, 40, 18])
     nothing, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([5, 0, 1, 30, 7])
@@ -116,7 +116,7 @@ def test_latents_are_normed_and_ends_rotated(
     positions = torch.tensor([5, 0, 1, 30, 7])
 
     def turned(x: Tensor) -> Tensor:
-        """As a complex number for each pair, and real parts before imaginary ones."""
+        """Rotate each pair as a complex number; the real parts come first."""
         first, second = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
         pairs = torch.complex(first.double(), second.double())
         pairs = pairs * torch.polar(torch.ones(1).double(), angles[positions].double()).unsqueeze(1)

@@ -1,5 +1,6 @@
-"""The adapters to flash-attn 3 and 4, on fakes of their documented functions: what is asked for is what the reference
-says; where they serve, and in which order."""
+"""Backends on flash-attn 3 and 4, with fakes of their documented functions: results, the GPUs that they serve, and
+their order of preference.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_arguments(make: Callable[[str], Made], kind: str, case: dict, mix: tupl
 
 
 def test_splits(make: Callable[[str], Made]) -> None:
-    """As many as fill the GPU for one query each, where they are supported; else one."""
+    """A batch of decodes uses as many splits as fill the GPU if the library supports them, else one."""
     for kind, splits in (("flash3", 0), ("flash4", 1), ("flash4 on Blackwell", 0)):
         backend, library = make(kind)
         check(backend, "cpu", DECODES)
@@ -111,7 +112,7 @@ def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
 def test_the_order_by_architecture(
     make: Callable[[str], Made], capability: tuple[int, int], order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With everything installed: each is chosen where those before it fail their trial, and says so."""
+    """All libraries are installed. Each is chosen if those before it fail their probe, and the reason names these."""
     make("flash3")
     install_flash(monkeypatch, FakeFlashAttn())
     install_varlen(monkeypatch, fake_varlen_attn)
@@ -166,7 +167,7 @@ def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "processors"), [("sm_90a", "132"), ("sm_100a", "148")])
 def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, processors: str, tmp_path: Path) -> None:
-    """Its compiler needs no GPU, but for few queries on Blackwell: there it asks the driver for one."""
+    """Its compiler needs no GPU, except for few queries on Blackwell, where it asks the driver for one."""
     if isinstance(reason := import_library("flash_attn.cute", "flash-attn 4", flash4.INSTALL), str):
         pytest.skip(reason)
     asked = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": processors}
@@ -189,20 +190,20 @@ def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, pro
 def test_what_is_not_installed_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     for module in ("flash_attn_interface", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+        monkeypatch.setitem(sys.modules, module, None)  # Python treats the module as missing
     for name, advice in (("flash3", flash3.INSTALL), ("flash4", flash4.INSTALL)):
         assert why_not(monkeypatch, name) == f"{name}: flash-attn {name[-1]} is not installed ({advice})"
 
 
 def why_not(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
-    """Why this one does not serve on Hopper."""
+    """The error of selecting this backend on Hopper."""
     with pytest.raises(ValueError, match=name) as raised:
         select_backend(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64, name)
     return str(raised.value)
 
 
 def test_what_is_installed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2 has the folder flash_attn, and flash-attn 3 needs a library built for this PyTorch."""
+    """flash-attn 2 has the folder flash_attn too, and flash-attn 3 needs a library built for this PyTorch."""
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     install_flash(monkeypatch, ModuleType("flash_attn"))
     for module in ("flash_attn.cute", "flash_attn_interface"):

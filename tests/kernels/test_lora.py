@@ -1,4 +1,4 @@
-"""Adapters behind linears: right, and the same bits for a row whatever other rows and adapters share its batch."""
+"""LoRA on CPU linears: close to merged weights, and the same bits for a row with any other rows and adapters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 
 IN, PARTS = 70, (48, 16, 33)
-"""Features: the parts' outputs are no whole panels."""
+"""Features. The parts' outputs do not fill whole panels."""
 RANKS = (1, 5, 16, 64, 256)
 SLOTS = len(RANKS) + 1
-"""The last stays empty."""
+"""The last slot stays empty."""
 CPU = torch.device("cpu")
 
 
 def deltas(rank: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraDelta]:
-    """Of the first part and the last; the one between has none."""
+    """Deltas of the first and the last part; the middle part has none."""
     found = []
     for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
         down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, IN), (outs, rank)))
@@ -42,7 +42,7 @@ def made(
 
 
 def expected(x: Tensor, weight: Tensor, each: list[list[LoraDelta]], adapters: Tensor) -> Tensor:
-    """float64, with the weights merged."""
+    """Computed in float64 with merged weights."""
     out = []
     for row, slot in zip(x.double(), adapters.tolist(), strict=True):
         merged = weight.double().clone()
@@ -76,7 +76,7 @@ def test_the_reference(generator: torch.Generator) -> None:
 def test_a_row_alone(
     cpu: CpuBackend, dtype: torch.dtype, threads: int, generator: torch.Generator, keep_threads: None
 ) -> None:
-    """Bit by bit: in a batch, in another order, alone; and rows without an adapter as the linear itself."""
+    """Compares a batch, another order, and each row alone. Rows without an adapter equal the plain linear."""
     linear, weight, _ = made(cpu, dtype, generator)
     x = torch.randn((64, IN), generator=generator).to(dtype)
     adapters = torch.randint(0, SLOTS + 1, (64,), generator=generator)

@@ -1,4 +1,4 @@
-"""The forms of quantized weights: what their codes and scales stand for, worked out number by number."""
+"""Dequantization of GroupedWeight and Float8Weight, checked element by element."""
 
 from __future__ import annotations
 

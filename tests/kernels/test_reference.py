@@ -1,4 +1,4 @@
-"""The judge itself, against PyTorch's own functions in float64."""
+"""The reference backend against PyTorch's functions in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def judge(
 
 @pytest.mark.parametrize("size", [1, 40, 128, 200])
 def test_attention_within_chunks(size: int, generator: torch.Generator) -> None:
-    """Each query sees the keys of its own chunk, up to itself."""
+    """Each query sees the keys of its own chunk up to itself."""
     parts = [random_part(c, q, 6, 2, 16, torch.float64, generator) for c, q in MIX]
     for part, out in zip(parts, attend(reference, parts, window=size, chunked=True), strict=True):
         q, k, v = (x.transpose(0, 1) for x in (part.q, part.k, part.v))
@@ -67,7 +67,7 @@ def test_attention(
 
 
 WHOLE = [(1, 1), (5, 5), (129, 129), (300, 300)]
-"""Of sequences that are computed at once, as encoders do."""
+"""Sequences that are computed at once, as in encoders."""
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -149,7 +149,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_row_has_the_same_bits_in_any_batch(name: str, threads: int, generator: torch.Generator) -> None:
-    """Rows that end within a vector, and enough of them that threads' parts end within rows."""
+    """Rows end within a vector, and threads' parts end within rows."""
     before, function = torch.get_num_threads(), ELEMENTWISE[name]
     torch.set_num_threads(threads)
     try:

@@ -1,5 +1,6 @@
-"""How experts are chosen and weighed: each rule against one in Python's own floats, row by row, in the reference and in
-compiled mixtures; and that a row's bits depend on nothing but the row."""
+"""Routing of mixtures of experts: each rule against Python floats, row by row, in the reference and in compiled
+mixtures. A row's bits must depend only on the row.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ CORRECTED = {"softmax", "sigmoid", "sums-of-two", "softcapped"}
 
 
 def judge(scores: list[float], rule: Routing, correction: list[float] | None) -> dict[int, float]:
-    """What each expert of a row weighs, by its number."""
+    """The weight of each chosen expert of a row, by expert number."""
     if rule.softcap is not None:
         scores = [rule.softcap * math.tanh(s / rule.softcap) for s in scores]
     if rule.score_function == "mixer":
@@ -110,7 +111,7 @@ def test_compiled_mixtures_do_the_same_for_each_row(
             total[at] += weight * (w["down"][expert] @ (torch.nn.functional.silu(gate) * up))
     tolerance = 3e-6 if dtype == torch.float32 else 1.5e-2
     assert error(got, total) < tolerance
-    if dtype == torch.float32:  # the reference rounds bf16 scores on some machines, so that it may choose otherwise
+    if dtype == torch.float32:  # the reference rounds bf16 scores on some machines and may choose other experts
         assert (
             error(ReferenceBackend().make_moe(made(ReferenceBackend(), rule, correction, given))(x), total) < tolerance
         )

@@ -1,4 +1,4 @@
-"""Attention over gathered pages, against the reference."""
+"""The SDPA backend, which gathers KV blocks, against the reference."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_computes_what_the_reference_does(
 def test_what_looks_ahead(
     backend: str, window: int | None, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the pages of every backend, beside what was never written; sequences of one shape together."""
+    """On the page layout of both backends, next to unwritten pages; sequences of one shape are computed together."""
     mix = [(300, 20), (40, 40), (40, 40), (40, 40), (5, 5), (130, 130), (77, 1)]
     parts = [random_part(keys, queries, 6, 2, 24, torch.float64, generator) for keys, queries in mix]
     install_flash(monkeypatch, FakeFlashAttn())

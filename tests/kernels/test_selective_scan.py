@@ -1,5 +1,6 @@
-"""Selective scans against transformers' own; and however sequences are cut, with wrong guesses and right ones, the same
-bits."""
+"""Selective scans against transformers. Their bits must not depend on how sequences are cut, with wrong and right
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, gi
 from tests.tiers import runs_rest, slow
 
 TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""transformers' scan has its rates in float32."""
+"""transformers' scan keeps its decay rates in float32."""
 
 
 def made(heads: int, key: int, value: int, generator: torch.Generator, *, norm: bool = False, far: float = 1) -> Shape:
-    """`far`: how large steps are."""
+    """`far`: the magnitude of time steps."""
     rate = -2 * torch.rand((heads, key, value), generator=generator)
     shift, skip = (torch.randn(heads * value, generator=generator) for _ in range(2))
     norms = [torch.randn(key, generator=generator) if norm else None for _ in range(2)]
@@ -32,7 +33,7 @@ def made(heads: int, key: int, value: int, generator: torch.Generator, *, norm: 
 
 
 def expected(shape: Shape, numbers: Tensor) -> Tensor:
-    """Of a whole sequence."""
+    """The outputs of a whole sequence."""
     rule, (xbc, z, dt) = shape.rule, parts(shape, numbers.double())
     assert isinstance(rule, SelectiveScan)
     channels = rule.num_heads * rule.value_dim
@@ -61,7 +62,7 @@ SIZES = [(2, 12, 80), *slow((2, 12, 32), (1, 16, 64), (3, 34, 16))]
 def test_whole_prompts(
     cpu: CpuBackend, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Steps near 0 and large ones too."""
+    """Time steps near 0 and large ones."""
     generator = torch.Generator().manual_seed(4)
     shape = made(heads, key, value, generator, **rules)
     prompts = [given(shape, length, generator, dtype) for length in (1, 2, 33, 70)]

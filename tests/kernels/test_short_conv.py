@@ -1,4 +1,4 @@
-"""Short convolutions against plain sums in float64; and however sequences are cut, the same bits."""
+"""Short convolutions against direct float64 sums. Their bits must not depend on how sequences are cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on(conv: ShortConv, device: torch.device) -> ShortConv:
 
 
 def expected(bcx: Tensor, conv: ShortConv) -> Tensor:
-    """Of a whole sequence."""
+    """The outputs of a whole sequence."""
     b, c, x = bcx.double().chunk(3, -1) if conv.is_gated else (bcx, None, bcx.double())
     fresh = x if c is None else (b * x).to(bcx.dtype).double()
     columns = torch.nn.functional.pad(fresh, (0, 0, conv.conv_width - 1, 0))
@@ -42,7 +42,7 @@ def expected(bcx: Tensor, conv: ShortConv) -> Tensor:
 
 @dataclass
 class Kept:
-    """What a layer keeps, NaN where nobody wrote, and who owns which pages."""
+    """The states of a layer, NaN until written, and the pool of free pages."""
 
     backend: Backend
     conv: ShortConv
@@ -64,7 +64,9 @@ class Kept:
         return [self.free.pop() for _ in range(-(-tokens // (PIECE * self.pieces)))]
 
     def step(self, rows: list[tuple[Tensor, int, list[int], int]]) -> list[Tensor]:
-        """(a sequence's numbers up to the end of what is computed, from where on, pages, slot) of each row."""
+        """Each row: a sequence's inputs up to the end of what is computed, the first position to compute, pages, and
+        slot.
+        """
         counts = [len(bcx) - first for bcx, first, _, _ in rows]
         table = torch.zeros((len(rows), max(len(pages) for *_, pages, _ in rows)), dtype=torch.int32)
         for at, (*_, pages, _) in enumerate(rows):
@@ -96,7 +98,7 @@ def test_whole_prompts(cpu: CpuBackend, channels: int, width: int, bias: bool, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_gates_and_pages(cpu: CpuBackend, dtype: torch.dtype) -> None:
-    """With wrong guesses, in chunks."""
+    """Computed in chunks, with wrong drafts."""
     generator = torch.Generator().manual_seed(5)
     conv = made(70, 4, bias=False, generator=generator, gated=False)
     prompt = torch.randn((75, 70), generator=generator).to(dtype)
@@ -129,8 +131,9 @@ def cut_at_random(
     pieces: int = 1,
     device: torch.device = CPU,
 ) -> None:
-    """Sequences in chunks beside each other, with wrong drafts, some of which begin with pages of others: in the same
-    step or a later one."""
+    """Compute sequences together in random chunks with wrong drafts. One begins with pages of another, in the same step
+    or a later one.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     channels, drafts = conv.weight.shape[1], rng.randrange(5)
     kept = Kept(backend, conv, dtype, device, drafts, pieces)

@@ -1,5 +1,6 @@
-"""Selective state spaces against transformers' own, in its chunks; and however sequences are cut, with wrong guesses
-and right ones, the same bits."""
+"""Selective state spaces against transformers' chunked scan. Their bits must not depend on how sequences are cut, with
+wrong and right drafts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def made(groups: int, heads: int, key: int, value: int, generator: torch.Generator, **rules: Any) -> Shape:
-    """`norm`: whether there is one."""
+    """`norm`: whether the rule has a norm."""
     rate = -torch.rand(heads, generator=generator)
     shift, skip = (torch.randn(heads, generator=generator) for _ in range(2))
     norm = torch.randn(heads * value, generator=generator) if rules.pop("norm", True) else None
@@ -32,7 +33,7 @@ def made(groups: int, heads: int, key: int, value: int, generator: torch.Generat
 
 
 def expected(shape: Shape, numbers: Tensor) -> Tensor:
-    """Of a whole sequence."""
+    """The outputs of a whole sequence."""
     rule, (xbc, z, dt) = shape.rule, parts(shape, numbers.double())
     assert isinstance(rule, StateSpace)
     keys, length = rule.num_groups * rule.key_dim, len(numbers)

@@ -1,5 +1,6 @@
-"""Layers that come from the host's memory: whatever order a GPU does things in, within what its streams and events say,
-a layer is computed with its own weights, and nothing is on its way behind the last one."""
+"""Layers streamed from host memory: in any order that streams and events allow, a layer is computed with its own
+weights, and no copy is pending after the last layer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Event:
 
 
 class Stream:
-    """What is done in order, each behind the events that it waits for."""
+    """Runs actions in order; an action waits for the events before it."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.queue = runtime, deque[Callable[[], bool]]()
@@ -52,7 +53,7 @@ class Stream:
 
 
 class Runtime:
-    """A GPU's two streams, whose work is done when `finish` is called, in any order that they allow."""
+    """A GPU's two streams. `finish` does their work in a random order that they allow."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waited = list[Event]()
@@ -109,7 +110,7 @@ class Whole:
 
 
 def loaded(layers: int, streamed: int) -> tuple[HostLayerStreamer, list[Tensor]]:
-    """Layers of two tensors each, all numbers of which are the layer's own; and the first tensor of each."""
+    """A streamer of layers of two tensors each, filled with the layer's number; and each layer's first tensor."""
     choice = lambda sizes: pick_evenly_spaced_layers(len(sizes), streamed)  # noqa: E731
     made = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAMED_LAYER_SLOTS)
     made.set_expected_layer_bytes([1] * layers)
@@ -147,7 +148,7 @@ def test_a_layer_has_its_own_weights_in_any_order(layers: int, streamed: int, mo
 
 
 def test_a_pass_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a capture could not end."""
+    """Otherwise a graph capture could not end."""
     runtime = Runtime(monkeypatch)
     made, _ = loaded(9, 4)
     made.begin_pass()

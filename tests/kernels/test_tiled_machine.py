@@ -1,5 +1,7 @@
-"""Quire as a whole on a machine with matrix tiles (AMX), by traps where the processor has none (trapped.py): which set
-is chosen and what is said of it, answers that move to another set, and promise 2 by the engine's own tests of it."""
+"""Quire as a whole on a machine with matrix tiles (AMX), emulated by traps if the processor has none (trapped.py):
+which instruction set is chosen and reported, streams that resume on another set, and the engine's tests of batch
+invariance.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 
 def serving(machine: Machine, **environment: str) -> str:
-    """What serves there, as the start's line says it."""
+    """The backend's description in a process on that machine."""
     code = (
         "from quire.kernels.cpu import build; from quire.kernels.cpu.backend import CpuBackend; "
         "print(build.__file__, CpuBackend().description())"
@@ -51,7 +53,7 @@ def test_the_best_set_serves_that_the_system_lets(machine: Machine) -> None:
 
 
 def test_where_the_system_refuses_no_instruction_of_tiles_runs(machine: Machine) -> None:
-    """The first one would end the process."""
+    """The first tile instruction would end the process."""
     if trapped.has_tiles():
         pytest.skip("the system has given its permission")
     code = (
@@ -92,7 +94,9 @@ def text(events: str) -> str:
 
 
 def test_an_answer_that_moves_to_another_set_says_so(machine: Machine, tmp_path: Path) -> None:
-    """A stream that began by tiles and goes on without them names both, in their order; one that stays names none."""
+    """A stream that began with tiles and resumes without them names both sets in their order; one that stays names
+    none.
+    """
     data = ("--data-dir", str(tmp_path / "data"))
     with server(machine, tmp_path / "tiles.log", *data) as first:
         whole = httpx.post(f"{first.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()

@@ -1,5 +1,6 @@
-"""Linears by matrix tiles (kernels/cpu/tiles): computed one number after the other, and by the library's instructions,
-which are trapped where the processor has none (trap.cpp)."""
+"""Linears by matrix tiles (kernels/cpu/tiles): with a scalar emulation, and with the library's instructions, which are
+trapped if the processor has none (trap.cpp).
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_compressed_weights_give_the_same_bits(
     tiles: CpuBackend, inner: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = linear(200, inner, generator)
-    weight[3, ::20] *= 2.0**-70  # which is kept whole
+    weight[3, ::20] *= 2.0**-70  # an outlier that is stored uncompressed
     compressed = tiles.pack_linear(weight, bias)
     monkeypatch.setattr(tiles.library, "compressed_size", lambda *_: 0)
     plain = tiles.pack_linear(weight, bias)
@@ -65,7 +66,7 @@ def test_compressed_weights_give_the_same_bits(
 
 
 def rounded(number: Fraction) -> Fraction:
-    """To the nearest float32, ties to even; of numbers that are neither too large nor denormal."""
+    """To the nearest float32, ties to even, for numbers that are neither too large nor denormal."""
     if number == 0:
         return number
     size = Fraction(2) ** (int(np.floor(np.log2(abs(float(number))))) - 23)
@@ -73,8 +74,9 @@ def rounded(number: Fraction) -> Fraction:
 
 
 def test_the_order_of_sums_is_the_instructions(tiles: CpuBackend, generator: torch.Generator) -> None:
-    """In exact numbers: even and odd inputs of 32 apart, each product added with one rounding, then their sum to what
-    there was."""
+    """In exact arithmetic: of 32 inputs the even and the odd ones are summed separately, with one rounding per product;
+    then their sum is added to the accumulator.
+    """
     weight = torch.randn((5, 96), generator=generator).bfloat16()
     x = torch.randn((3, 96), generator=generator).bfloat16()
     got = tiles.pack_linear(weight, None, wide=True)(x, NO_ADAPTERS)
@@ -100,7 +102,7 @@ def test_denormals_count_as_zero(tiles: CpuBackend) -> None:
 
 
 INTEGERS = [(130, 192, 32), (40, 160, 80), (33, 1600, 1600), (70, 96, 48), (1, 2, 2), (65, 768, 16), (200, 256, 128)]
-"""Outputs, inputs, inputs that share a scale: blocks of 16 to 96 inputs, of which 80 are five pieces and 96 two."""
+"""Outputs, inputs, inputs per scale: blocks of 16 to 96 inputs. A block of 80 has five pieces, one of 96 two."""
 
 
 @pytest.mark.parametrize(("outs", "inner", "group"), INTEGERS)
@@ -109,7 +111,7 @@ INTEGERS = [(130, 192, 32), (40, 160, 80), (33, 1600, 1600), (70, 96, 48), (1, 2
 def test_few_bits_have_the_bits_of_vectors(
     tiles: CpuBackend, bits: int, offsets: bool, outs: int, inner: int, group: int, generator: torch.Generator
 ) -> None:
-    """Alone and in tiles of any size, some blocks of x in 16 bits, or all, or none; embeddings too."""
+    """Single rows and tiles of any size; some, all or none of the blocks of x in 16 bits; embeddings too."""
     weight = test_cpu_quantized.made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
     x = torch.randn((70, inner), generator=generator) * torch.randn(inner, generator=generator).exp()
     bias = torch.randn(outs, generator=generator)
@@ -131,7 +133,7 @@ def test_few_bits_have_the_bits_of_vectors(
 
 @pytest.mark.parametrize(("inner", "block"), [(192, 32), (300, 100), (40, 4), (160, 128), (96, 96)])
 def test_floats_of_8_bits(tiles: CpuBackend, inner: int, block: int, generator: torch.Generator) -> None:
-    """Right, and a row alone as among others, whether its pairs are kept for the next rows or not."""
+    """A row alone must equal the row in a batch, whether its pairs are kept for the next rows or not."""
     weight: Float8Weight = test_cpu_float8.made(130, inner, (1, block), generator)
     bias = torch.randn(130, generator=generator).bfloat16()
     linear = test_cpu_float8.packed(tiles, [weight], bias, dtype=torch.bfloat16)

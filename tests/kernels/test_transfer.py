@@ -1,4 +1,4 @@
-"""Arrays laid into one piece of memory come out as they went in."""
+"""Arrays packed into one staging buffer, uploaded and downloaded, come out unchanged."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_there_and_back(device: str) -> None:
 
 
 class Recorded:
-    """A CUDA runtime that is nothing but the order of its calls. Its memory is the host's."""
+    """A CUDA runtime that only records the order of its calls. Its memory is the host's."""
 
     device = torch.device("cuda", 0)
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []
         self.pinned: list[torch.Tensor] = []
-        """Kept, so that no two have one place."""
+        """Kept alive, so that no two share an address."""
         empty, copy = torch.empty, torch.Tensor.copy_
 
         def made(*shape: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
@@ -88,8 +88,9 @@ class Recorded:
 def test_what_is_downloaded_is_read_behind_its_event_and_not_overwritten_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two downloads under way: each has pinned memory of its own, which nothing writes behind its event; what they copy
-    is kept from other uses until the copy is done; and nothing waits but who wants the result."""
+    """Each of two downloads has its own pinned memory, which nothing writes after its event. Their sources are not
+    reused until the copy is done. Only the reader of a result waits.
+    """
     runtime = Recorded(monkeypatch)
     given = [torch.arange(5), torch.ones(3)]
     first, second = (HostDownload(given, runtime) for _ in range(2))  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""The instructions of matrix tiles (AMX), written by hand from Intel's manual: on a processor that has none they are
-done by trap.cpp, which this file judges; on one that has, the same tests judge the processor."""
+"""The matrix tile (AMX) instructions, encoded by hand from Intel's manual. If the processor has none, trap.cpp executes
+them and is what is tested; otherwise the processor is.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +46,13 @@ def function(*code: str) -> Callable[..., None]:
     def call(shapes: bytes, x: Tensor | None = None, weight: Tensor | None = None, sums: Tensor | None = None) -> None:
         given = [None if each is None else each.data_ptr() for each in (x, weight)]
         called(shapes, *given, 64, None if sums is None else sums.data_ptr())
-        assert memory  # as long as it is called
+        assert memory  # keeps the code alive during the call
 
     return call
 
 
 def shapes(rows: Sequence[int], columns: Sequence[int], *, palette: int = 1, reserved: int = 0) -> bytes:
-    """Of tiles 0, 4 and 5: rows, and bytes of a row."""
+    """A tile configuration: rows and bytes per row of tiles 0, 4 and 5."""
     all_rows, all_bytes = [0] * 16, [0] * 16
     for tile, r, c in zip((0, 4, 5), rows, columns, strict=True):
         all_rows[tile], all_bytes[tile] = r, c
@@ -60,7 +61,7 @@ def shapes(rows: Sequence[int], columns: Sequence[int], *, palette: int = 1, res
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_products_of_bfloat16(rows: int, generator: torch.Generator) -> None:
-    """Of small integers, whose sums are exact; the quickest test in which the processor traps."""
+    """Small integers have exact sums. This is the quickest test in which the processor traps."""
     x = torch.randint(-9, 10, (rows, 32), generator=generator).bfloat16()
     weight = torch.randint(-9, 10, (32, 16), generator=generator).bfloat16()
     pairs = weight.view(16, 2, 16).transpose(1, 2).contiguous()  # even and odd inputs side by side
@@ -111,7 +112,7 @@ MALFORMED = {
 
 
 def end_of(*calls: Callable[[], object]) -> int:
-    """The exit code of a process that does this."""
+    """The exit code of a forked process that makes these calls."""
     if (child := os.fork()) == 0:
         for call in calls:
             call()

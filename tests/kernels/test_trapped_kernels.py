@@ -1,5 +1,6 @@
-"""The library with matrix tiles (AMX) as it is built: each of its instructions is done by trap.cpp where the processor
-has none. What it computes is what the plain emulation of the same sources computes, bit for bit."""
+"""The built library with matrix tiles (AMX), whose instructions trap.cpp executes if the processor has none, gives the
+bits of a plain emulation of the same sources.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_every_kernel_has_the_bits_of_the_emulation(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_thread_that_calls_has_no_tiles_afterwards(threads: int, generator: torch.Generator) -> None:
-    """Another library's code, which gives them other shapes and none, may run between two calls."""
+    """Between two calls another library may set other tile shapes, or none."""
     torch.set_num_threads(threads)
     tiles, trap = CpuBackend(trapped.tiles()), trapped.trap()
     linear = tiles.pack_linear(torch.randn((1024, 512), generator=generator).bfloat16(), None)
@@ -65,7 +66,7 @@ def test_a_thread_that_calls_has_no_tiles_afterwards(threads: int, generator: to
 
 
 def done(trap: ctypes.CDLL, work: Callable[[], object]) -> dict[str, int]:
-    """How many of each instruction it does."""
+    """How often `work` executes each instruction."""
     names = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps", "tdpbssd")
     before = [trap.done_of(name.encode()) for name in names]
     work()
@@ -73,7 +74,7 @@ def done(trap: ctypes.CDLL, work: Callable[[], object]) -> dict[str, int]:
 
 
 def test_what_was_trapped_is_what_multiplies(generator: torch.Generator) -> None:
-    """Of 16 rows and 64 outputs, a block of 32 inputs is 4 products and 5 loads; its sums are stored once."""
+    """For 16 rows and 64 outputs, a block of 32 inputs takes 4 products and 5 loads; the sums are stored once."""
     trap = trapped.trap()
     if trap is None:
         pytest.skip("the processor has tiles")

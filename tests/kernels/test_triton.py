@@ -1,5 +1,6 @@
-"""The Triton kernels without a GPU: the files of tests/kernels/triton under Triton's interpreter, each in a process of
-its own, and what the compiler makes of the kernels for an H100."""
+"""The Triton kernels without a GPU: the files of tests/kernels/triton under Triton's interpreter, a process each, and
+what the compiler makes of the kernels for NVIDIA GPUs.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +20,19 @@ from tests.tiers import slow
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = 99 * 1024
-"""Bytes that a thread block can have on a consumer GPU,"""
+"""Bytes of shared memory per thread block on a consumer GPU."""
 OF_AN_H100 = 227 * 1024
-"""and on an H100."""
+"""Bytes of shared memory per thread block on an H100."""
 MOST_SPILLED = 256
-"""Bytes a thread, on cards other than the H100, for whose registers the tiles were chosen."""
+"""Spilled bytes per thread on GPUs other than the H100, for whose registers the tiles were chosen."""
 
 ON_HOPPER = {"attend_latents": 512, "attend_latent_splits": 192, "attend_expanded": 32}
-"""Kernels that have tiles for an H100 alone, of up to 227 KB, and the bytes that they spill: with them they are faster,
-as measured there."""
+"""Kernels that use up to 227 KB of tiles on an H100 alone, and the bytes that they spill there. These tiles are faster,
+as measured there.
+"""
 
 LONGEST_SECONDS = 800
-"""Of one process here; a minute or two where nothing else computes."""
+"""Time limit of one process; an idle machine needs a minute or two."""
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -54,7 +56,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> str:
 
 FILES = sorted((HERE / "triton").glob("test_*.py"))
 FEW = {"test_attention", "test_fused", "test_linear", "test_sampling"}
-"""Those that are tried with every change."""
+"""Files that run with every change."""
 
 
 @pytest.mark.parametrize(
@@ -72,14 +74,15 @@ def test_under_the_interpreter(path: Path) -> None:
 
 
 OTHERS = (80, 86, 89, 100, 120) if os.environ.get("TEST_ALL_GPUS") else (80, 120)
-"""Capabilities beside an H100's, 90. Each takes minutes: TEST_ALL_GPUS=1 is for a change of the kernels."""
+"""Compute capabilities other than an H100's, 90. Each takes minutes: set TEST_ALL_GPUS=1 for a change of the kernels.
+"""
 
 
 @pytest.fixture(scope="module")
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[int, Future[str]]]:
-    """What is printed for each capability. One compiles on one core, so several do it beside each other."""
+    """The output of the compiler for each capability. One compilation uses one core, so several run in parallel."""
     chosen = {item.name for item in request.session.items}
     asked = [each for each in OTHERS if f"{test_kernels_compile_for_other_gpus.__name__}[{each}]" in chosen]
     asked += [90] if test_kernels_compile_for_an_h100.__name__ in chosen else []
@@ -95,7 +98,7 @@ def compiled(
 
 
 def assert_norms_sum_alike(kernels: list[dict[str, Any]]) -> None:
-    """Norms add a row in one order, whether they round it to 8 bits or not: the same threads have the same numbers."""
+    """Norms add a row in one order, whether they round it to 8 bits or not."""
     alone, rounding = (
         {kernel["first_sum"] for kernel in kernels if kernel["name"] == name and kernel["dtype"] == "bf16"}
         for name in ("_norm_kernel", "norm_rounded")
@@ -106,7 +109,7 @@ def assert_norms_sum_alike(kernels: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("capability", slow(*OTHERS))
 def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capability: int) -> None:
-    """They compile, and fit in the shared memory of the smallest."""
+    """The kernels must fit into the shared memory of the smallest GPU."""
     *kernels, last = [json.loads(line) for line in compiled[capability].result().splitlines()]
     assert last == {"compiled_anew": 0}
     assert len(kernels) > 40
@@ -118,7 +121,9 @@ def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capabi
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
-    """They compile, spill next to nothing, fit, use the tensor cores and asynchronous copies, and compile once."""
+    """The kernels spill almost nothing, fit into shared memory, use tensor cores and asynchronous copies, and compile
+    once.
+    """
     *kernels, last = [json.loads(line) for line in compiled[90].result().splitlines()]
     assert last == {"compiled_anew": 0}
     for kernel in kernels:

@@ -1,5 +1,6 @@
-"""A processor with matrix tiles (AMX) where there is none: trap.cpp does what their instructions would. Where there is
-one, the same code runs as it is."""
+"""A processor with matrix tiles (AMX): if this one has none, trap.cpp executes their instructions; otherwise the same
+code runs unchanged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from quire.kernels.cpu import build, native_library
 
 ROOT = Path(__file__).resolve().parents[2]
 AMX, BASE = "avx512_amx", "avx512_bf16"
-"""The set with tiles, and what they stand beside."""
+"""The instruction set with tiles, and the one that it extends."""
 FAKE_CPUID = """
 #include_next <cpuid.h>
 static int with_tiles(unsigned leaf, unsigned part, unsigned* a, unsigned* b, unsigned* c, unsigned* d) {
@@ -30,7 +31,7 @@ static int with_tiles(unsigned leaf, unsigned part, unsigned* a, unsigned* b, un
 }
 #define __get_cpuid_count with_tiles
 """
-"""<cpuid.h> of a processor that has tiles too."""
+"""A <cpuid.h> that reports tiles."""
 COPIED = ("quire", "benchmarks", "tests")
 
 
@@ -39,7 +40,7 @@ def has_tiles() -> bool:
 
 
 def can_trap() -> bool:
-    """Whether all but the tiles is there."""
+    """True if the processor has everything except tiles."""
     there = sys.platform == "linux" and BASE in native_library.loadable_isas() and build.find_compiler() is not None
     return there and not has_tiles()
 
@@ -51,7 +52,7 @@ needs_tiles = pytest.mark.skipif(
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """For what is compiled, as long as this process lives."""
+    """Compiled files, for as long as this process lives."""
     return tempfile.TemporaryDirectory(prefix="quire-tiles-")
 
 
@@ -70,7 +71,7 @@ def trap_library() -> Path:
 
 @cache
 def trap() -> ctypes.CDLL | None:
-    """Has this process's own code use tiles from here on. None where the processor has them."""
+    """Let this process use tiles from here on. Returns None if the processor has them."""
     if has_tiles():
         return None
     library = ctypes.CDLL(str(trap_library()))
@@ -96,13 +97,13 @@ def _build(isa: str, folder: str, *flags: str) -> Path:
 
 @cache
 def emulation() -> Path:
-    """A library that computes as one with tiles does, without their instructions."""
+    """A library that computes as one with tiles does, without tile instructions."""
     return _build(BASE, "emulation", "-DEMULATE_TILES")
 
 
 @cache
 def instructions() -> Path:
-    """The library with tiles' instructions: the one that `make all-kernels` has built, else compiled now."""
+    """The library with tile instructions: the one that `make all-kernels` has built, else compiled now."""
     try:
         native_library.NativeLibrary(AMX)
     except (OSError, AttributeError):
@@ -117,21 +118,22 @@ def emulated_tiles() -> native_library.NativeLibrary:
 
 @cache
 def tiles() -> native_library.NativeLibrary:
-    """The library itself, by traps where the processor has no tiles."""
+    """The library with tile instructions, trapped if the processor has none."""
     trap()
     return _load(instructions())
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A copy of the project on a machine whose processor seems to have tiles: what asks the processor and the system is
-    told so, and all else is as it is, from the choice of the library on."""
+    """A copy of the project on a machine that seems to have tiles. Only what asks the processor and the system is
+    replaced; the rest, from the choice of the library on, is unchanged.
+    """
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, *arguments: str, timeout: float = 600, **more: str) -> subprocess.CompletedProcess[str]:
-        """Python with these arguments."""
+        """Run Python with these arguments."""
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -143,7 +145,7 @@ class Machine:
 
 
 def machine(folder: Path) -> Machine:
-    """Makes it in `folder`."""
+    """Make the machine in `folder`."""
     for name in COPIED:
         unused = shutil.ignore_patterns("__pycache__", "clients")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=unused)

@@ -1,3 +1,5 @@
+"""Reads streams of Anthropic's Messages API as a client does."""
+
 from __future__ import annotations
 
 import json
@@ -10,11 +12,11 @@ DELTAS = {
     "thinking": ("thinking_delta", "thinking", "thinking"),
     "tool_use": ("input_json_delta", "partial_json", "input"),
 }
-"""Of each kind of block: the type of its deltas, their field, and the block's field."""
+"""For each kind of block: the type of its deltas, the field of these deltas, and the field of the block."""
 
 
 def named_events(text: str) -> list[Any]:
-    """The events of a stream in which each has a name, that of its type."""
+    """Return the events of a stream. Each event's name must equal its type."""
     events = []
     for lines in text.removesuffix("\n\n").split("\n\n"):
         name, data = lines.split("\n")[-2:]
@@ -25,8 +27,9 @@ def named_events(text: str) -> list[Any]:
 
 
 def folded(events: list[Any]) -> dict[str, Any]:
-    """The message that a client has at a stream's end. Checks their order: blocks open and close one after the other,
-    by index, and each delta belongs to the open block."""
+    """Return the message that a client has at a stream's end. Checks the order of events: blocks open and close one
+    after the other, by index, and each delta belongs to the open block.
+    """
     first, *blocks, change, stop = [event for event in events if event["type"] != "ping"]
     assert (first["type"], change["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
     message = first["message"]
@@ -55,6 +58,6 @@ def folded(events: list[Any]) -> dict[str, Any]:
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """What is the same for two answers to one request."""
+    """Return what is the same in two answers to one request."""
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
     return {**message, "id": "", "content": content}

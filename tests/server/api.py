@@ -1,4 +1,4 @@
-"""A server without a socket on a fake engine, and its client."""
+"""A server without a socket, with a fake engine, and its client."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Api:
         return runtime
 
     async def post(self, path: str, body: Any, status: int = 200) -> Any:
-        """The decoded answer, whose status is checked."""
+        """Return the decoded response, after a check of its status."""
         response = await self.http.post(path, json=body)
         assert response.status_code == status, response.text
         return response.json()
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a stream; the last one must be [DONE] and is left out."""
+        """Return the events of a stream without the last one, which must be [DONE]."""
         response = await self.http.post(path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")

@@ -13,14 +13,14 @@ from tests.server.statements import Watched
 
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
-    """A server on an engine that answers with hash-derived bytes, letters for the most part."""
+    """A server with an engine that answers with hash-derived bytes, mostly letters."""
     async with open_api(FakeEngine(hashed(b"abcdefghijklmnop .\xc3\xa9"))) as opened:
         yield opened
 
 
 @pytest.fixture(autouse=True)
 def statements_read_no_whole_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test has the store do."""
+    """For every statement that a test makes the store run."""
     Watched.faults.clear()
     monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Watched))
     yield

@@ -38,7 +38,7 @@ def hashed(ids: Sequence[int]) -> Script:
 
 
 def scripted(ids: Sequence[int], eos: int) -> Script:
-    """These ids, then end of sequence."""
+    """Picks these ids, then end of sequence."""
     return lambda request, position: ids[position] if position < len(ids) else eos
 
 
@@ -73,14 +73,14 @@ class FakeEngine(ExclusiveClient):
         self.sent = asyncio.Event()
         self.running: dict[str, EngineCoreRequest] = {}
         self.waiting: list[EngineCoreRequest] = []
-        """Those that came while it was asleep."""
+        """Requests that came while the engine was asleep."""
         self.positions: dict[str, int] = {}
         self.seen: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.generated = 0
         self.looks = 0
         self.silent = False
-        """Never answers a look, as in a long step."""
+        """Never answers a request for a snapshot, as during a long step."""
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -108,13 +108,13 @@ class FakeEngine(ExclusiveClient):
         self.die("the engine was stopped")
 
     def reset_prefix_cache(self) -> None:
-        """It has no cache."""
+        """There is no cache."""
 
     async def rest(self, level: int) -> None:
         self.asleep = True
 
     async def check(self, weights: str) -> None:
-        """It takes any."""
+        """Accepts any weights."""
 
     async def load(self, weights: str | None, version: str) -> None:
         self.asleep, self.weights_version = False, version
@@ -136,7 +136,7 @@ class FakeEngine(ExclusiveClient):
         self.running.pop(request_id, None)
 
     async def call(self, content: bytes) -> list[bytes]:
-        """On a rank that is its own argument."""
+        """Return the call itself as the only rank's result."""
         _, call = pickle.loads(content)
         method, args, kwargs = pickle.loads(call)
         return [pickle.dumps(([method, *args, kwargs], None))]
@@ -233,6 +233,6 @@ class FakeEngine(ExclusiveClient):
 
 
 def logprob(token: int, top: int, listed: Sequence[int] | None = None) -> TokenLogprob:
-    """The picked token first, its neighbours after it, or the listed ones."""
+    """The picked token first, then its neighbors or the listed tokens."""
     others = [token + i for i in range(top)] if listed is None else dict.fromkeys([token, *listed])
     return TokenLogprob(token, -0.5, 1, [(other, -0.5 - i) for i, other in enumerate(others)])

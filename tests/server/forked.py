@@ -1,4 +1,4 @@
-"""Forks server/workers/worker.py from a process that has its modules, so that it starts at once."""
+"""Forks server/workers/worker.py from a process that has imported its modules, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ForkedChild:
 
 
 FORKED: Any = ForkedChild
-"""`launch` of a WorkerPool."""
+"""`launch_process` of a WorkerPool."""
 
 
 def _run(configuration: socket.socket, control: socket.socket, environment: dict[str, str]) -> None:

@@ -21,7 +21,7 @@ class Port:
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{number}"
 
     async def send(self, *pieces: bytes, pause: float = 0.0, end: bool = False) -> bytes:
-        """What comes back until the server closes the connection, or stays silent for a while."""
+        """Return what comes back until the server closes the connection, or stays silent for a while."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
         reading = asyncio.create_task(_read_all(reader))
         with suppress(ConnectionError):
@@ -29,7 +29,7 @@ class Port:
                 writer.write(piece)
                 await writer.drain()
                 await asyncio.wait([reading], timeout=pause)
-                if reading.done():  # who writes on to a closed connection may lose the answer
+                if reading.done():  # further writes to a closed connection may lose the answer
                     break
             if end and not reading.done():
                 writer.write_eof()
@@ -65,7 +65,7 @@ async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Port]:
 
 
 async def idle(engine: FakeEngine) -> None:
-    """Wait until the engine was asked for something, and all of it has ended."""
+    """Wait until the engine has had a request and all its requests have ended."""
     async with asyncio.timeout(60):
         while not engine.seen or engine.running or engine.owner.num_open:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

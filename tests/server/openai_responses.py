@@ -13,12 +13,12 @@ EVENTS = {
     get_args(event.model_fields["type"].annotation)[0]: TypeAdapter(event)
     for event in get_args(get_args(ResponseStreamEvent)[0])
 }
-"""By their type."""
+"""Validators of events, by event type."""
 RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
 
 
 def events_of(text: str) -> list[Any]:
-    """The events of a stream, valid and numbered from 0."""
+    """Return the events of a stream, which must be valid and numbered from 0."""
     events = named_events(text)
     for number, event in enumerate(events):
         EVENTS[event["type"]].validate_python(event, strict=True)
@@ -27,8 +27,9 @@ def events_of(text: str) -> list[Any]:
 
 
 def folded(events: list[Any]) -> dict[str, Any]:
-    """The response that the deltas of a stream add up to. Checks that each `done` tells what they added up to, that
-    items open and close one after the other, and that the last event tells them all."""
+    """Return the response that the deltas of a stream add up to. Checks that each `done` event repeats this content,
+    that items open and close one after the other, and that the last event holds all of them.
+    """
     created, in_progress, *middle, last = events
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
     assert created["response"] == in_progress["response"]
@@ -65,7 +66,7 @@ def folded(events: list[Any]) -> dict[str, Any]:
 
 
 def filled(item: dict[str, Any], text: str, logprobs: list[Any]) -> dict[str, Any]:
-    """What an item has when its text is there."""
+    """Return the fields that an item has once its text is complete."""
     if item["type"] == "message":
         content = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"content": [content]}
@@ -75,7 +76,7 @@ def filled(item: dict[str, Any], text: str, logprobs: list[Any]) -> dict[str, An
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """What is the same for two answers to one request."""
+    """Return what is the same in two answers to one request."""
     output = [
         {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in response["output"]
     ]

@@ -1,4 +1,4 @@
-"""A model that answers the text between SAY[[ and ]]END in its prompt, one token per byte."""
+"""A model that answers with the text between SAY[[ and ]]END in its prompt, one token per byte."""
 
 from __future__ import annotations
 

@@ -63,14 +63,14 @@ class ScriptedEngine(FakeEngine):
 
 
 def turns_in(ids: Sequence[int]) -> int:
-    """How many turns of the assistant a prompt has, with the one that it asks for."""
+    """Return the number of assistant turns in a prompt, including the one that it asks for."""
     mark = [START, *b"assistant\n"]
     starts = [at for at, token in enumerate(ids) if token == START]
     return max(1, sum(list(ids[at : at + len(mark)]) == mark for at in starts))
 
 
 def alike(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the number of leading tokens that both have in common."""
     pairs = zip(ids, others, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
 

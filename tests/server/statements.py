@@ -17,7 +17,7 @@ AT_START = {
 }
 """Statements that run once, before the server answers: they may read whole tables."""
 STEP = 10
-"""Instructions that count as one."""
+"""Instructions per count."""
 _PLANNED = ("select", "insert", "update", "delete", "with", "replace")
 
 
@@ -54,7 +54,7 @@ class Counted(Watched):
     """Also counts each statement's instructions, in steps of STEP."""
 
     counts: ClassVar[dict[str, int]] = {}
-    """By statement: the most that one execution took."""
+    """By statement: the highest count of one execution."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,7 +71,7 @@ class Counted(Watched):
         return super().executemany(statement, *values)
 
     def _begin(self, statement: str) -> None:
-        """The rows of the statement before are fetched by now."""
+        """Record the count of the statement before, whose rows have been fetched by now."""
         self.counts[self._statement] = max(self.counts.get(self._statement, 0), self._instructions)
         self._statement, self._instructions = " ".join(statement.split()), 0
 

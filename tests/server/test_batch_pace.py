@@ -1,4 +1,4 @@
-"""Lines of batches begin beside requests of others only where these hardly wait for it."""
+"""Lines of batches start next to other requests only if these hardly wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ APART, LONG = 0.02, 2.0
 
 @dataclass(eq=False)
 class Client:
-    """What a Pace looks at of an engine's client."""
+    """The part of an engine client that BatchPacer reads."""
 
     open_everywhere: dict[str, int] = field(default_factory=dict)
     queued_tokens: int = 0

@@ -1,4 +1,4 @@
-"""A client that goes away frees the engine at once; on our own server and real sockets, with the OpenAI SDK."""
+"""A client that disconnects frees the engine at once: on Quire's HTTP server and real sockets, with the OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_call_that_is_given_up_before_anything_came(stream: bool) -> Non
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/engine/events"])
 async def test_a_killed_client_leaves_nothing_behind(path: str) -> None:
-    """Its kernel resets the connection: no task, no request and no reader of the live view stays."""
+    """The client's kernel resets the connection: no task, no request and no reader of the live view stays."""
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
         assert (await http.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200

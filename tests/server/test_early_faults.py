@@ -1,4 +1,4 @@
-"""What is wrong with a start is told before the model is loaded (issue 58, D 14)."""
+"""Configuration errors are reported before the model is loaded (issue 58, D 14)."""
 
 from __future__ import annotations
 

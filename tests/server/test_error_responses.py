@@ -209,7 +209,7 @@ async def test_too_long_a_prompt_names_both_numbers(api: Api) -> None:
 
 
 def too_long(count: int) -> list[tuple[str, dict[str, Any]]]:
-    """A request of every API that makes text, whose text alone has so many tokens."""
+    """Return a request for every API that generates text; the text alone has this many tokens."""
     text = "x" * count
     talk = [{"role": "user", "content": text}]
     return [
@@ -235,7 +235,7 @@ async def test_too_long_a_prompt_names_both_numbers_in_every_api(api: Api, count
 
 
 async def test_more_tokens_than_the_context_are_what_the_api_s_vendor_makes_of_them(api: Api) -> None:
-    """Every API ends the answer where the context does, and says so in a header."""
+    """Every API ends the answer where the context ends, and reports that in a header."""
     talk = {"messages": USER}
     for path, body in (
         ("/v1/messages", {"model": NAME, "max_tokens": 32_000, **talk}),
@@ -339,7 +339,7 @@ async def test_unknown_routes_and_methods(api: Api) -> None:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("path", UNSUPPORTED_PATHS)
 async def test_what_others_have_and_this_server_has_not_is_told_so(api: Api, path: str) -> None:
-    """And no endpoint that happens to be written alike is recommended in its place."""
+    """An endpoint that is merely spelled similarly is not recommended."""
     asked = f"{path}x" if path.endswith("/") else path
     told = (await api.http.request("DELETE", asked)).json()["error"]
     message = told if isinstance(told, str) else told["message"]

@@ -1,4 +1,4 @@
-"""Answers that may differ have different fingerprints."""
+"""Answers that may differ have different system fingerprints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_setting_that_changes_bits_is_told() -> None:
 
 
 def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path) -> None:
-    """An upgrade within a version, other weights in the place of some, and a folder that was moved."""
+    """An upgrade within a version, weights of which some were replaced, and a folder that was moved."""
 
     def told(folder: Path) -> str:
         config = EngineConfig(model=str(folder))

@@ -1,4 +1,4 @@
-"""What the server asks itself, for batches and for responses in the background: again, until there is room."""
+"""Calls that the server sends to itself, for batches and background responses: retried until there is capacity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.server.config import ServerConfig
 
 
 class Busy:
-    """An application that answers with one status after the other."""
+    """An application that answers with these statuses in turn."""
 
     def __init__(self, *statuses: int, left: asyncio.Event | None = None, **headers: str) -> None:
         self._statuses = list(statuses)
@@ -56,7 +56,7 @@ async def test_what_says_that_no_other_try_helps_is_an_answer() -> None:
 
 
 async def test_where_the_application_fails_that_is_an_answer() -> None:
-    app = Busy()  # it has none
+    app = Busy()  # no status is left
     assert await asked(app) == 500
 
 

@@ -1,4 +1,4 @@
-"""Receipts of each API's answers, whole and streamed, and the log of all of them; on a fake engine."""
+"""Receipts of each API's answers, whole and streamed, and the log of all receipts; on a fake engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def api() -> AsyncIterator[Api]:
 
 
 def receipts_of(text: str) -> list[Receipt]:
-    """Those in a stream's events."""
+    """Return the receipts in a stream's events."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [parse_receipt_json(event.encode()) for event in events if '"object":"receipt"' in event]
 
@@ -154,7 +154,7 @@ async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_log_probabilities_over_http_are_those_of_a_forward_pass(dtype: str) -> None:
-    """Generated, echoed and computed alone: the same bits, and those of the receipt."""
+    """Generated, echoed and computed in a forward pass: the same bits, which the receipt holds too."""
     forward = Forward(dtype=dtype, threads=1, max_model_len=1024)
     body = {"prompt": "Once upon a time there was", "max_tokens": 20, "logprobs": 0, "receipt": True, "seed": 1}
     async with served(dtype=dtype) as (http, _):

@@ -1,4 +1,4 @@
-"""Streams on our own server, where chunks take the shortcut to the connection: the same answers as whole ones."""
+"""Streams on Quire's HTTP server, whose chunks take the shortcut to the connection, equal whole answers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_messages_and_responses(written: list[bytes]) -> None:
 
 @pytest.mark.slow
 async def test_a_reader_that_rests_gets_everything_in_order(written: list[bytes]) -> None:
-    """What comes while the connection is full waits in the stream, merged, and is sent by its task."""
+    """Events that come while the connection is full wait in the stream, are merged, and are sent by its task."""
     asked = {"max_tokens": 6_000, "stream": True, "logprobs": True, "top_logprobs": 20}
     content = json.dumps({"messages": [USER], **asked}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

@@ -1,4 +1,4 @@
-"""The simulation finds faults: each of these, planted, is found by one of the first seeds."""
+"""Each planted fault is found by one of the simulation's first seeds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from tests.tiers import runs_rest, slow
 
 SEEDS = 1000 if runs_rest() else 150
 FIRST_SEEDS = {"results_deleted_that_are_known": 880}
-"""Where the search begins, for faults that the first hundreds of seeds do not find: it took a quarter of an hour."""
+"""Where the search begins for faults that the first hundreds of seeds do not find; that search took a quarter of an
+hour.
+"""
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -106,7 +108,7 @@ def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def tails_not_read(patch: pytest.MonkeyPatch) -> None:
-    """After a kill and an upgrade a reader has more than the journal."""
+    """After a kill and an upgrade a client has received more than the journal holds."""
     patch.setattr("quire.server.store.journal.read_logged_tokens", lambda path: ())
 
 
@@ -114,7 +116,7 @@ def calls_not_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Calls, "put", lambda self, owner, call, expires_at, process: True)
 
 
-# What the simulation found, once more:
+# Faults that the simulation found:
 
 
 def ends_not_kept_on_a_full_disk(patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
-    """A hub that was silent ended each process's notes for good."""
+    """A silent leader ended each process's journal writes for good."""
 
     def asking(link: Any, from_thread: RunFromThread) -> Callable[[bytes], bytes]:
         loop = asyncio.get_running_loop()
@@ -144,7 +146,7 @@ def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.server.durability.persistence.make_blocking_data_dir_call", asking)
 
 
-# Of several API processes:
+# Faults of several API processes:
 
 
 def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,7 @@ def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
-    """Whoever answers a call goes on with it beside the one who was asked for it again."""
+    """The process that is asked for a call computes it while the process that began it still does."""
 
     async def ask(self: Any, process: str, topic: str, body: bytes) -> None:
         return None
@@ -161,7 +163,7 @@ def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
-    """As of those who are gone."""
+    """Every client counts as disconnected."""
 
     async def left(self: Any) -> bool:
         return True
@@ -170,7 +172,7 @@ def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
-    """Nobody tries again what the process that has the journal did not answer."""
+    """A call to the journal's process that gets no answer is not retried."""
     patch.setattr("quire.server.durability.resumable_calls.StoreUnreachable", Gone)
 
 
@@ -179,7 +181,7 @@ def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
 
 
 def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
-    """The next owner of the data deleted what a replica was about to make known."""
+    """The next owner of the data deleted a content that a replica was about to register."""
     insert = Files.insert_files
 
     def known(self: Any, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
@@ -188,11 +190,11 @@ def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
         insert(self, connection, owner, files)
 
     patch.setattr(Files, "insert_files", known)
-    patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))  # of all clients it takes 1,400 seeds
+    patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))  # all kinds of clients take 1,400 seeds
 
 
 def results_deleted_that_are_known(patch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped took it for a refusal that it heard no answer."""
+    """A process that was stopped took a missing answer for a refusal."""
     patch.setattr("quire.server.peers.CancelledError", Gone)
     patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))
 

@@ -1,8 +1,8 @@
-"""Nothing accepted is lost, whatever ends when: the real store, streams, batches, book of requests and supervisor, with
-clients, network, engine, disk and clock that one seed drives.
+"""Nothing accepted is lost, whatever ends when: the real store, streams, batches, request accounting and supervisor,
+with clients, network, engine, disk and clock driven by one seed.
 
-`pytest "tests/simulation/test_simulation.py::test_one[17]"` runs one seed alone, and tells what happened when. A bug
-that is found is planted in test_planted.py: it would be found again, whatever seeds mean by then.
+`pytest "tests/simulation/test_simulation.py::test_simulation_of_one_server_loses_nothing[17]"` runs one seed and prints
+what happened when. Each bug found is planted in test_planted.py, because seeds may come to mean something else.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tests.simulation.wire import Network
 from tests.tiers import slow
 
 PACES = (1, 1, 1, 20)
-"""Of engines: by the last one a stream lasts for so long that much befalls it."""
+"""Duration factors of engine steps. With the last one a stream is long enough for many faults."""
 LONGEST = 600.0
-"""Seconds, of the simulation's, in which everything has ended."""
+"""Simulated seconds in which everything must have ended."""
 KINDS = (clients.Streaming, clients.Streaming, clients.Streaming, clients.Whole, clients.InBackground, clients.Batching)
 GIGABYTE = 1 << 30
 Server = ServerProcess | SharedServer | Replicas
 
 
 class World:
-    """Servers one after another in the same folder, their clients, and what befalls them."""
+    """Successive servers in the same folder, their clients, and the faults that they meet."""
 
     def __init__(self, seed: int, folder: Path, programs: Sequence[Program], kind: type[Server]) -> None:
-        """`programs`: of the processes that clients ask."""
+        """`programs`: of the processes that answer clients."""
         self._programs, self._kind = programs, kind
         self.rng = random.Random(seed)
         self.network = Network(self.rng)
@@ -100,7 +100,7 @@ class World:
         self._check_kept()
 
     async def _use(self, process: AppProcess) -> None:
-        """Whatever has befallen it, it answers, and notes what it has answered."""
+        """Whatever happened to the process, it answers and journals the answer."""
         body = {"model": NAME, "prompt": "once", "max_tokens": 3, "stream": True}
         connection = Connection(process, self.rng, "POST", "/v1/completions", json.dumps(body).encode())
         status, _, answer = await connection.whole()
@@ -123,11 +123,11 @@ class World:
         return SimulatedProcess(*(on_begun, self.rng, engines, self.seeds, self.version), self._computing, self._pace)
 
     async def _befall(self) -> None:
-        """All that goes wrong."""
+        """Cause all faults."""
         for _ in range(self._faults):
             await self._some_time()
             what = self.rng.choice(self._kind.FAULTS)
-            if what == "crash" and self._crashes:  # a request that is there each time is given up
+            if what == "crash" and self._crashes:  # a request that meets every crash is given up
                 what = "engine"
             self._crashes += what == "crash"
             self.tell(what)
@@ -165,11 +165,11 @@ class World:
         else:
             assert isinstance(self._server, Replicas)
             await self._server.end_owner()
-            if self.rng.random() < 0.7:  # of answers of which the next one knows what it is told
+            if self.rng.random() < 0.7:  # the next owner knows only what it is told of these answers
                 self._server.lose_readers()
 
     async def _some_time(self) -> None:
-        """A moment by the clock, or some turns of the loop from now."""
+        """Wait for a moment, or for some turns of the loop."""
         if self.rng.random() < 0.5:
             return await asyncio.sleep(4 * self.rng.random() ** 2)
         for _ in range(self.rng.randrange(1000)):
@@ -204,7 +204,7 @@ class World:
         self._excuse()
 
     async def _end_in_statement(self) -> None:
-        """Just before a statement that the database is about to do."""
+        """Kill the server just before the database executes a statement."""
         server, reached = self._server, asyncio.Event()
         assert isinstance(server, ServerProcess | SharedServer)
         last = server.disk.statements + self.rng.randrange(1, 60)
@@ -223,12 +223,12 @@ class World:
             await self._end()
 
     async def end(self) -> None:
-        """Leave nothing behind, also after a failure."""
+        """Leave nothing running, also after a failure."""
         if self._server is not None:
             await self._server.kill(self._folder / "end")
 
     def _check_rest(self) -> None:
-        """Nobody wants anything any more: nothing runs, and nothing is taken."""
+        """After the last client nothing runs and no capacity is held."""
         assert self._server is not None
         assert len(self._server.answering) == len(self._programs)
         for client in self._server.clients:
@@ -237,7 +237,7 @@ class World:
             assert not client.queued_tokens
             assert not client.open_by_tenant
         assert not any(engine.running for engine in self._server.engines)
-        if not self.network.late_until:  # who hears nothing for long is not waited for
+        if not self.network.late_until:  # a process that hears nothing for long is not waited for
             assert not self._computing.wrong, f"two processes answered the same: {self._computing.wrong}"
         for process in self._server.answering:
             assert process.server.batch_runner is not None
@@ -246,7 +246,7 @@ class World:
             assert not process.server.resumable_calls.num_running, "a stream that has ended is still noted"
 
     def _check_kept(self) -> None:
-        """What the last process counted is what is there."""
+        """The sizes that the last process counted are those on disk."""
         counted = self._counted
         kept = open_data_dir(self._path, GIGABYTE)
         try:
@@ -264,7 +264,7 @@ class World:
 
 
 def simulate(seed: int, folder: Path, programs: Sequence[Program], kind: type[Server] = ServerProcess) -> list[str]:
-    """Returns what happened."""
+    """Returns the log of what happened."""
     world = World(seed, folder, programs, kind)
     with virtual_time(random.Random(-seed)) as loop:
         loop.run_until_complete(_run(world))
@@ -282,7 +282,7 @@ async def _run(world: World) -> None:
 
 
 FOUND = (240, 1022)
-"""Seeds above those of every day that found something."""
+"""Seeds outside of the daily range that found faults."""
 KINDS_OF_SEVERAL = (SharedServer, Replicas)
 FOUND_BY_SEVERAL = (
     (SharedServer, 85),

@@ -1,4 +1,4 @@
-"""A headless Chromium, and what the tests do with it."""
+"""A headless Chromium and its helpers for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 PATIENCE = 60.0
-"""Seconds; things take fractions of one, but the machine may be busy with other tests."""
+"""Seconds. Actions take fractions of one, but the machine may be busy with other tests."""
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHROMEDRIVER = shutil.which("chromedriver")
 FLAGS = (
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class Browser:
-    """One window. `errors` are what its console has said since the last look."""
+    """One window. `errors` returns the console's errors since the last call."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
     def open(self, url: str, width: int = 1440, height: int = 1000) -> None:
-        """A visit without a past."""
+        """Open a page with empty storage."""
         self.resize(width, height)
         self.driver.get(url)
         self.run("localStorage.clear(); sessionStorage.clear()")
@@ -49,11 +49,13 @@ class Browser:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def one(self, selector: str) -> WebElement:
-        """Waits until there is one to see."""
+        """Wait until one element is visible."""
         return self.until(lambda: next((each for each in self.all(selector) if each.is_displayed()), None))
 
     def text(self, selector: str) -> str:
-        """As it is in the document, whatever the style makes of it. In one go: a page may be drawn anew meanwhile."""
+        """The text in the document, whatever the style makes of it. Read in one call, because the page may be redrawn
+        meanwhile.
+        """
         return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
 
     def click(self, selector: str) -> None:
@@ -68,7 +70,7 @@ class Browser:
         return self.driver.execute_script(script, *args)
 
     def module(self, path: str, script: str, *args: Any) -> Any:
-        """What a function body makes of `module` and `args`."""
+        """Run a function body with `module` and `args`; return its result."""
         wrapped = (
             "const done = arguments[arguments.length - 1], args = [...arguments].slice(0, -1);"
             f"import('{path}').then((module) => {{ {script} }}).then(done, (error) => done('failed: ' + error))"
@@ -76,14 +78,14 @@ class Browser:
         return self.driver.execute_async_script(wrapped, *args)
 
     def until(self, found: Callable[[], T | None]) -> T:
-        """Wait until it gives something true, which is returned."""
+        """Wait until `found` returns a true value, and return it."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 if value := found():
                     return value
             except StaleElementReferenceException:
-                pass  # drawn anew meanwhile
+                pass  # redrawn meanwhile
             assert time.monotonic() < deadline, f"not seen in time; the page says: {self.text('main')[:1500]}"
             time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""A browser for all tests here, and a server for it to visit."""
+"""A browser for all tests here, and servers for it to visit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
-    """Fails a test whose page had something to complain of; one that expects complaints takes them itself."""
+    """Fails a test if its page logged errors; a test that expects errors reads them itself."""
     chromium.errors()
     yield chromium
     complaints = chromium.errors()
@@ -35,7 +35,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def server(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model with a small pool, so that a handful of requests fill a good part of the map."""
+    """The embedded model with a small block pool, so that few requests fill a good part of the map."""
     log = tmp_path_factory.mktemp("web") / "server.log"
     running = Server(log, "--num-kv-blocks", "600", "--threads", "1")
     yield running
@@ -44,7 +44,7 @@ def server(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def patient(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model of slow steps and a long context: its streams outlast every look at them, however fast the machine."""
+    """A model of slow steps and a long context, whose streams outlast every check on any machine."""
     folder = tmp_path_factory.mktemp("patient")
     shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     context = {"max_position_embeddings": 8192, "vocab_size": 4096}

@@ -1,4 +1,4 @@
-"""Accessibility of both views: axe-core finds nothing, nothing overflows, the keyboard reaches every control."""
+"""Accessibility of both views: axe-core finds no violations, nothing overflows, the keyboard reaches every control."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.web.test_dashboard import streams
 pytestmark = pytest.mark.slow
 
 AXE = Path(__file__).with_name("axe.min.js")
-"""axe-core 4.14.1 of Deque Systems, under the Mozilla Public License 2.0; for tests alone."""
+"""axe-core 4.14.1 of Deque Systems, under the Mozilla Public License 2.0; only for tests."""
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 
 def violations(page: Browser) -> list[Any]:
-    # Injected over the protocol: the page's own policy lets no script in.
+    # Injected over the protocol, because the page's content security policy blocks scripts.
     page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text(encoding="utf-8")})
     found = page.driver.execute_async_script(
         "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then((found) => done("
@@ -33,7 +33,7 @@ def violations(page: Browser) -> list[Any]:
 
 
 def overflowing(page: Browser, width: int) -> list[str]:
-    """What reaches beyond the window's edge. The page itself clips, so that its own width says nothing."""
+    """Elements beyond the window's right edge. The page clips its overflow, so its own width does not show it."""
     script = (
         "return [...document.querySelectorAll('.sheet, .composer, .bar, .masthead > *')].filter((each) =>"
         "each.getBoundingClientRect().right > arguments[0] + 0.5).map((each) => each.outerHTML.slice(0, 80))"
@@ -104,7 +104,7 @@ def test_every_control_is_reached_by_keyboard(browser: Browser, server: Server) 
     focused = "const one = document.activeElement; return one.id || one.className || one.textContent.trim()"
     reached = [browser.run(focused)]
     for _ in range(40):
-        ActionChains(browser.driver).send_keys(Keys.TAB).perform()  # send_keys of a field for files takes names
+        ActionChains(browser.driver).send_keys(Keys.TAB).perform()  # send_keys of a file field takes file names
         reached.append(browser.run(focused))
     wanted = [
         "skip",

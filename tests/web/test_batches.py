@@ -1,4 +1,4 @@
-"""Files and batches on the page, and a conversation that goes on after a reload in the middle of an answer."""
+"""Files and batches on the page, and a conversation that continues after a reload during an answer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_a_folder_it_says_what_to_set_and_nothing_else(browser: Browser,
     browser.open(f"{server.url}/#/batches")
     browser.until(lambda: "--data-dir" in browser.text("#batch-problem"))
     assert not any(each.is_displayed() for each in browser.all(".batch-part"))
-    browser.errors()  # the browser's own about the status 404
+    browser.errors()  # the browser logs the status 404
 
 
 def test_an_answer_goes_on_after_a_reload(browser: Browser, keeping: Server) -> None:

@@ -1,4 +1,4 @@
-"""The live view of the engine in a real browser, against the metrics and the streams themselves."""
+"""The live view of the engine in a real browser, compared with the metrics and the streams."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.web.browser import Browser
 pytestmark = pytest.mark.slow
 
 TOTAL = 600
-"""Pages of the server's pool."""
+"""KV blocks of the server's pool."""
 
 
 @contextmanager
 def streams(server: Server, count: int, **fields: Any) -> Iterator[list[list[Any]]]:
-    """So many streams that end when told to; the events of each, as they come."""
+    """Run `count` streams until the block ends; yield the events of each as they arrive."""
     ended = threading.Event()
     events: list[list[Any]] = [[] for _ in range(count)]
     body = {"max_tokens": 8000, "ignore_eos": True, "stream": True, **fields}
@@ -61,18 +61,18 @@ def page(browser: Browser, patient: Server) -> Browser:
 
 
 def legend(page: Browser) -> list[int]:
-    """Pages that are empty, cached, shared, held by one request."""
+    """Numbers of blocks that are empty, cached, shared, and held by one request."""
     return [int(count.replace(",", "")) for count in each(page, "#legend b", "textContent")]
 
 
 def each(page: Browser, selector: str, name: str) -> list[str]:
-    """A property of all that are on the page, in one go: rows may be drawn anew meanwhile."""
+    """A property of all matching elements, read in one call, because rows may be redrawn meanwhile."""
     script = "return [...document.querySelectorAll(arguments[0])].map((each) => each[arguments[1]])"
     return [str(value) for value in page.run(script, selector, name)]
 
 
 def colours(page: Browser) -> list[list[int]]:
-    """What the canvas shows in the middle of the lower edge of its first and last squares."""
+    """Colors at the middle of the lower edge of the canvas's first and last squares."""
     return page.run(
         "const canvas = document.getElementById('pages'), context = canvas.getContext('2d');"
         "const last = canvas.height - 6;"
@@ -93,7 +93,7 @@ def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, patient
         assert used[3] == empty[3] == 255
         page.one("#pages").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP)
         page.until(lambda: page.text("#page-readout").startswith("Block 0: "))
-        # Whose page 0 is, the server says in its own words, too.
+        # The readout also names the owner of block 0.
         readout = page.text("#page-readout")
         assert any(f"held by {owner}" in readout for owner in ids) or "cached" in readout
         page.until(lambda: page.text(".figure.running dd") == "3")
@@ -138,7 +138,7 @@ def test_a_request_is_explained(page: Browser, patient: Server) -> None:
 
 
 def latest(page: Browser) -> str:
-    """The id of the answer that ended last, and its path; "" while none is listed."""
+    """Id and path of the answer that ended last; "" while none is listed."""
     return "".join(each(page, "#answers tr:first-child .name", "title"))
 
 

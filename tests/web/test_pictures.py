@@ -1,4 +1,4 @@
-"""Pictures on the page, in a real browser, before a tiny model that reads them; and one that reads none."""
+"""Images on the page in a real browser, with a tiny vision model and with a text-only model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def encoded(content: bytes) -> str:
 
 
 def sent(page: Browser) -> list[dict[str, Any]]:
-    """The messages that would be sent, by the code that is shown."""
+    """The messages that would be sent, according to the curl command."""
     page.click("#as-curl")
     command = str(page.one("#text-body").get_property("value"))
     page.one("#text-body").send_keys(Keys.ESCAPE)
@@ -127,7 +127,7 @@ def test_bounds_and_what_is_no_picture(page: Browser, tmp_path: Path) -> None:
 
 
 def test_without_room_in_the_storage_the_text_is_kept(page: Browser) -> None:
-    # Five million characters are what browsers keep.
+    # Browsers store five million characters.
     page.run("localStorage['filler'] = 'x'.repeat(5_100_000)")
     large = encoded(file_of(picture(5, 60, 60)) + bytes(120_000))
     page.run(PASTE, "draft", large, "fox.png", "")

@@ -1,4 +1,4 @@
-"""The playground in a real browser, against what the API itself answers."""
+"""The playground in a real browser, compared with the API's own answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def visited(browser: Browser, server: Server) -> Browser:
     browser.open(f"{server.url}/")
     browser.until(lambda: browser.text("#model") != "")
     browser.fill("#temperature", "0")
-    browser.fill("#max_tokens", str(MAX_TOKENS))  # of its own it writes until its context is full
+    browser.fill("#max_tokens", str(MAX_TOKENS))  # by default the model writes until its context is full
     return browser
 
 
@@ -44,13 +44,13 @@ def answer(server: Server, messages: list[dict[str, str]], **fields: Any) -> str
 
 
 def settled(page: Browser) -> str:
-    """The last answer, once it is complete."""
+    """Wait until the last answer is complete; return its text."""
     page.until(lambda: any(word in page.text(f"{LAST} .note") for word in ("finished", "cut at max tokens")))
     return said(page)
 
 
 def said(page: Browser) -> str:
-    """The last message's text, its paragraphs apart."""
+    """Text of the last message, with paragraphs separated."""
     return str(page.run(f"return document.querySelector('{LAST} .body').innerText")).strip()
 
 
@@ -89,7 +89,7 @@ def test_stop_ends_the_stream_and_the_request(browser: Browser, patient: Server)
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: len(said(page)) > 40)
     early = said(page)
-    page.until(lambda: len(said(page)) > len(early))  # it grows while it is written
+    page.until(lambda: len(said(page)) > len(early))  # grows while it is written
     assert page.run(f"return document.querySelector('{LAST}').ariaBusy") == "true"
     page.click("#stop-button")
     page.until(lambda: "stopped" in page.text(f"{LAST} .note"))
@@ -97,7 +97,7 @@ def test_stop_ends_the_stream_and_the_request(browser: Browser, patient: Server)
     kept = said(page)
     assert kept.startswith(early[:20])
     page.driver.refresh()
-    page.until(lambda: page.all(LAST) and said(page) == kept)  # what there is stays
+    page.until(lambda: page.all(LAST) and said(page) == kept)  # the partial answer stays
 
 
 def test_messages_can_be_edited_deleted_and_sent_again(page: Browser, server: Server) -> None:
@@ -135,7 +135,7 @@ def test_what_was_there_before_is_a_version_to_go_back_to(page: Browser) -> None
     place = "const { width, height } = arguments[0].getBoundingClientRect(); return Math.min(width, height)"
     assert min(page.run(place, each) for each in page.all(f"{LAST} .version button")) >= 24
     assert second[-20:] not in first
-    page.fill("#talks-search", second[-20:])  # of what is not shown
+    page.fill("#talks-search", second[-20:])  # text of the hidden version
     page.until(lambda: len(page.all(".talk-title")) == 1)
     page.fill("#talks-search", "")
     page.click(f"{LAST} [aria-label='Later version']")
@@ -309,7 +309,7 @@ def test_what_is_there_already_is_not_imported_again(page: Browser, tmp_path: Pa
         assert told(json.dumps([other])) == said
         assert len(page.run(stored)) == 2
         assert page.run("return localStorage[arguments[0]]", name) == kept
-    page.click("#talks-list [aria-label^=Delete]")  # the one on the page
+    page.click("#talks-list [aria-label^=Delete]")  # the one that is shown
     assert told(exported) == "Read: one conversation."
     page.click(".talk")
     assert "cut at max tokens" in page.text(f"{LAST} .note"), "how it was made is kept"
@@ -346,7 +346,7 @@ def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, s
 
 
 def pdf(path: Path, *lines: str) -> Path:
-    """One page with these lines; without any, with none."""
+    """Write a PDF file of one page with these lines, or of one page without text."""
     shown = " T* ".join(f"({line}) Tj" for line in lines)
     stream = f"BT /F1 12 Tf 14 TL 72 700 Td {shown} ET".encode()
     parts = [b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"]
@@ -607,7 +607,7 @@ def test_what_is_typed_stays_until_the_settings_are_valid(page: Browser) -> None
 
 
 def test_fields_beside_each_other_are_in_line(page: Browser) -> None:
-    """Though a label beside them has two lines, as where scroll bars take room."""
+    """Scroll bars take room, so one label may need two lines."""
     script = "return [...document.querySelectorAll('.pairs input')].map((each) => each.getBoundingClientRect().bottom)"
     longer = "document.querySelector('label[for=max_tokens]').textContent = 'A label of two lines in every font'"
     page.run(longer)

@@ -1,4 +1,4 @@
-"""The view of what the prefix cache had of a conversation, in a real browser, against what the API says."""
+"""The view of cached and missed tokens of a conversation in a real browser, compared with the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thinking, tool calls and JSON, which the embedded model does not write: a scripted engine does."""
+"""The page shows reasoning, tool calls and JSON of a scripted engine; the embedded model writes none of these."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 def weather(request: EngineCoreRequest, position: int) -> int:
-    """Calls a tool, and answers once its result is there."""
+    """Call a tool; answer once its result is in the prompt."""
     prompt = bytes(token for token in request.prompt_ids if token < 256)
     text = AFTER if b"-3 C" in prompt else FOX if b"A fox" in prompt else WIDE if b"Wide" in prompt else CALL
     return text[position] if position < len(text) else EOS
@@ -93,7 +93,7 @@ def test_thinking_and_calls_are_shown_and_results_go_back(browser: Browser, url:
 
 
 def test_what_goes_to_the_model_is_what_the_api_wants(browser: Browser, url: str) -> None:
-    """The request that follows a call, as the page would send it again."""
+    """The request after a tool call, as shown by the curl command."""
     browser.open(f"{url}/")
     browser.click("#tools-fold summary")
     browser.fill("#tools", TOOLS)

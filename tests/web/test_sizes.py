@@ -1,4 +1,4 @@
-"""What of the page is in sight on a phone and in a low window: issue 58, D 14."""
+"""Visible parts of the page on a phone and in a low window (issue 58, D 14)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_blank_page_fits_a_phone_with_its_toolbar_in_one_row(browser: Browser,
 
 
 def test_no_height_is_that_of_a_phone_without_its_own_toolbars(browser: Browser, server: Server) -> None:
-    """100vh is the height of a phone's window while its toolbars are hidden; dvh is the height that is there now."""
+    """100vh is the height of a phone's window while its toolbars are hidden; dvh is the current height."""
     browser.open(f"{server.url}/")
     rules = browser.run("return [...document.styleSheets].flatMap((each) => [...each.cssRules]).map((e) => e.cssText)")
     assert any("dvh" in rule for rule in rules)

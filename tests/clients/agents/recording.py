@@ -1,4 +1,4 @@
-"""Stands between an agent and a server: passes every request on, and keeps it with its answer."""
+"""A proxy between an agent and a server that passes every request on and records it with its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 LONG = 40
 """Characters; a text with more, and with spaces, is prose."""
 KEPT = 160
-"""Characters of prose at most, of which none are the agent's own."""
+"""Maximum number of characters of prose in a record; no text of the agent itself is longer."""
 GRAMMAR = """\
 start: "*** Begin Patch" LF file+ "*** End Patch" LF?
 file: "*** Update File: " name LF line+

@@ -1,6 +1,7 @@
-"""A folder to put on PYTHONPATH: with it, engine processes die of certain requests, and nothing else changes.
+"""A folder for PYTHONPATH that makes engine processes die of certain requests and changes nothing else.
 
-A request whose seed is one of SEEDS ends the engine in that way when it has `min_tokens` tokens and is computed again.
+A request whose seed is one of SEEDS ends the engine in the corresponding way when it has `min_tokens` tokens and is
+computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if "quire.engine.main" in sys.orig_argv:
     deadly = {SEEDS[way]: act for way, act in WAYS.items()}
 
     def apply_or_die(self: Scheduler, batch: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Within the step, and before anything of it is told to anybody."""
+        """Act within the step, before any of its results leaves the process."""
         for row in batch.scheduled_requests:
             sequence = self._requests.get(row.request_id)
             if sequence is not None and sequence.num_output_tokens >= sequence.engine_request.params.min_tokens:

@@ -1,4 +1,4 @@
-"""The parameters that specs of draft heads say are those that published heads have."""
+"""Parameter shapes of draft-head specs equal the tensors of published heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, VOCAB, LAYERS = 64, 384, 8
 
 
 def numbers(tensors: tiny_heads.Tensors) -> int:
-    """Of all that a head takes: the embedding is the decoder's, and maps of tokens are no parameters."""
+    """The embedding belongs to the decoder, and d2t and t2d are token maps, so neither counts."""
     return sum(each.numel() for name, each in tensors.items() if name not in ("embed_tokens.weight", "d2t", "t2d"))
 
 

@@ -1,4 +1,4 @@
-"""The shapes of parameters that specs say, compared with what the modules take and what transformers has."""
+"""Parameter shapes of specs equal those of the modules and the parameter counts of transformers' checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests import tiny_encoders, tiny_models
 
 CPU = torch.device("cpu")
 NOT_LOADED = {"apertus": 3, "opt": 2 * 64}
-"""Numbers that a checkpoint has and no module takes: an eps of each layer's xIELU; the first two positions."""
+"""Numbers in a checkpoint that no module loads: an eps of each layer's xIELU (apertus); the first two positions (opt).
+"""
 
 
 @pytest.mark.few(12)

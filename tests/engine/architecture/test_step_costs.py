@@ -1,4 +1,4 @@
-"""What specs say a step reads and computes, against what the roofline's arithmetic counts by hand."""
+"""The bytes read and FLOPs that specs report for a step equal the roofline's arithmetic by hand."""
 
 from __future__ import annotations
 

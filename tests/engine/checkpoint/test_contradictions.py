@@ -1,4 +1,6 @@
-"""Sizes in config.json that the weights or each other contradict, in families that make something of them first."""
+"""Sizes in config.json that contradict the weights or each other are rejected, in families that derive other sizes from
+them first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from the hub, by a stand-in for it: which files come, what is checked, and why nothing came."""
+"""Downloads of models from a stand-in hub: which files are fetched, what is checked, and the error messages."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyP
 
 
 def test_a_broken_connection_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 20)  # 10 MB, of which a part is not kept
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 20)  # 10 MB; partial chunks are dropped
     hub.breaks["m-Q8_0.gguf"] = 60
     assert resolve_model("own/gguf:Q8_0").read_bytes() == GGUFS["m-Q8_0.gguf"]
     assert [each.rpartition(" ")[2] for each in hub.downloads("m-Q8_0.gguf")][1] == "bytes=60-"

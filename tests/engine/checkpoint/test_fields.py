@@ -1,4 +1,4 @@
-"""Whatever stands in a field of config.json, of any family: it is read, or refused with an error that names it."""
+"""Any value in any field of config.json is read, or rejected with an error that names the field."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUES += [[], [1], ["full_attention"], [None], [[]], {}, {"a": 1}, {"rope_type"
 
 
 def read_all(path: Path) -> None:
-    """What a start makes of config.json before it reads weights."""
+    """Read of config.json what a start reads before it loads weights."""
     spec = decoder_spec(read_model_config(path))
     for each in spec.sublayers_of_kind(AttentionLayerSpec):
         if each.rope is not None:
@@ -47,7 +47,7 @@ def plan(path: Path) -> None:
 
 
 def refusal(read: Callable[[Path], None], path: Path) -> str:
-    """The error's one line; empty where there is none."""
+    """The error's one line; empty if the config is accepted."""
     try:
         read(path)
     except ModelError as error:
@@ -90,7 +90,7 @@ READERS = (
     "bloom",
     "mpt",
 )
-"""Families that read fields of their own."""
+"""Families that read fields that no other family has."""
 
 
 @pytest.mark.few(1)
@@ -119,7 +119,7 @@ ROPES = {
     "llama_4_scaling_beta": ("ministral3",),
     **dict.fromkeys(("long_factor", "partial_rotary_factor", "short_factor"), ("phi3-longrope",)),
 }
-"""Families by the fields that are of these alone."""
+"""Families by the RoPE fields that only they have."""
 
 
 @pytest.mark.few(12)
@@ -152,7 +152,7 @@ def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
     ],
 )
 def test_errors_name_the_field_that_stands_in_the_file(family: str, field: str, value: Any, tmp_path: Path) -> None:
-    """And not the name that Quire reads it by."""
+    """The error does not use Quire's own name of the field."""
     tiny_models.save_tiny_model(tmp_path, family)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
@@ -177,7 +177,7 @@ def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_the_text_part_says_counts_for_all_who_ask_whether_a_model_is_served(tmp_path: Path) -> None:
-    """`quire pull`, `show` and `serve --models cache` read config.json as the plan does."""
+    """`quire pull`, `show` and `serve --models cache` read config.json as `quire plan` does."""
     text = tiny_models.SHAPE | {"model_type": "llama", "quantization_config": {"quant_method": "quanto"}}
     rope = {"rope_scaling": {"rope_type": "new", "factor": 2.0}}
     for outer in ({}, {"quantization_config": "x"}):
@@ -189,13 +189,13 @@ def test_what_the_text_part_says_counts_for_all_who_ask_whether_a_model_is_serve
 
 @pytest.mark.slow
 def test_the_plan_refuses_nothing_that_transformers_writes(tmp_path: Path) -> None:
-    """Of all its families: what can be planned from what a configuration holds can be from its file."""
+    """For all of transformers' families: sizes readable from the configuration are readable from its file."""
     planned = 0
     for kind in CONFIG_MAPPING:
         try:
             text = CONFIG_MAPPING[kind]().to_json_string()
             expected = read_model_sizes(json.loads(text))
-        except Exception:  # it has no defaults, or it is no decoder
+        except Exception:  # the configuration has no defaults, or the model is no decoder
             continue
         (tmp_path / "config.json").write_text(text)
         assert read_model_sizes(read_raw_config(str(tmp_path))[0]) == expected, kind
@@ -204,7 +204,7 @@ def test_the_plan_refuses_nothing_that_transformers_writes(tmp_path: Path) -> No
 
 
 class ComparedInt(int):
-    """Counts how often a number is compared with one of these."""
+    """An int that counts how often it is compared for equality."""
 
     comparisons = 0
 
@@ -217,7 +217,7 @@ class ComparedInt(int):
 
 @pytest.mark.parametrize(("model_type", "field"), [("lfm2", "full_attn_idxs"), ("bamba", "attn_layer_indices")])
 def test_long_lists_of_layers_are_not_searched_for_each_layer(model_type: str, field: str) -> None:
-    """Millions of entries held a start up for minutes (the review of issue 61)."""
+    """Millions of entries delayed a start by minutes (the review of issue 61)."""
     ComparedInt.comparisons = 0
     entries = [ComparedInt(1000 + each) for each in range(1000)] + [ComparedInt(2)]
     fields = normalize_config_fields({"model_type": model_type, "num_hidden_layers": 500, field: entries})
@@ -226,7 +226,7 @@ def test_long_lists_of_layers_are_not_searched_for_each_layer(model_type: str, f
 
 
 def test_ids_that_the_model_cannot_pick_end_nothing(tmp_path: Path) -> None:
-    """Some files have -1 or an id of another vocabulary; transformers never meets them either."""
+    """Some files have -1 or an id of another vocabulary; transformers never generates these ids either."""
     vocab = tiny_models.SHAPE["vocab_size"]
     changed = {"model_type": "llama", "eos_token_id": [2, -1, vocab, vocab - 1]}
     (tmp_path / "config.json").write_text(json.dumps(tiny_models.SHAPE | changed))

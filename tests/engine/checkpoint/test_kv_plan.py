@@ -1,4 +1,4 @@
-"""How the KV cache is planned, which configurations are refused, and what is measured for it."""
+"""KV cache plans: their sizes, the configurations that are rejected, and the memory measured for them."""
 
 import json
 import os
@@ -89,7 +89,9 @@ def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp
     caches = [cache for layer in engine.executor._kv_cache for cache in layer]
 
     def cleared(used: int) -> list[bool]:
-        """Warm up, then say for each page whether it is cleared in every layer. `used`: pages that must not be."""
+        """Run the warmup, and return for each block whether it is zero in every layer. The first `used` blocks must not
+        be zeroed.
+        """
         while engine.run_next_warmup():
             pass
         assert all(cache[page].any() for cache in caches for page in range(used))
@@ -98,18 +100,18 @@ def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp
     for cache in caches:
         cache.fill_(7)
     assert cleared(0) == [True] * 8 + [False] * 56
-    first = run(engine, [request("a", range(3, 50), max_tokens=17)])["a"].ids  # on pages 0 to 3
+    first = run(engine, [request("a", range(3, 50), max_tokens=17)])["a"].ids  # on blocks 0 to 3
     assert cleared(4) == [False] * 4 + [True] * 8 + [False] * 52
     assert run(engine, [request("b", range(3, 50), max_tokens=17)])["b"].ids == first, (
         "the same answer from cached pages"
     )
     for name in "cde":
-        run(engine, [request(name, [ord(name)] * 290, max_tokens=2)])  # 18 pages each and one that they share
+        run(engine, [request(name, [ord(name)] * 290, max_tokens=2)])  # 18 blocks each and one shared block
     assert cleared(58)[58:] == [True] * 6, "fewer than an eighth are left"
 
 
 def enlarge(file: Path) -> None:
-    """By a tensor of eight TiB, which the disk has a hole for."""
+    """Add a tensor of 8 TiB as a hole of a sparse file."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, tensors = json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -127,7 +129,7 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_pat
             check_weights_fit_memory(weights, dtype, meminfo={"MemAvailable": int(free * GIB)}.get)
     check_weights_fit_memory(
         weights, "float32", meminfo=lambda key: None
-    )  # where free memory is not reported, nothing is refused
+    )  # if free memory is unknown, nothing is rejected
     path = save_tiny_model(tmp_path, "llama")
     enlarge(path / "model.safetensors")
     with pytest.raises(ConfigError, match="model: the weights take"):
@@ -144,7 +146,7 @@ def fake_gpu_memory(monkeypatch: pytest.MonkeyPatch, free: float, total: float) 
 def test_the_kv_budget_keeps_to_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu_memory(monkeypatch, free=60, total=80)
     half = EngineConfig(gpu_memory_utilization=0.5)
-    assert kv_budget(half, CUDA, 3 * GIB) == 17 * GIB  # half is 40, of which 20 are in use and a step takes 3
+    assert kv_budget(half, CUDA, 3 * GIB) == 17 * GIB  # half is 40 GiB: 20 are in use and a step takes 3
     assert kv_budget(EngineConfig(kv_cache_memory=2), CUDA, 3 * GIB) == 2 * GIB
     with pytest.raises(ConfigError) as error:
         kv_budget(half, CUDA, 21 * GIB)
@@ -169,7 +171,7 @@ def test_running_out_of_memory_names_the_setting_to_change() -> None:
 def test_the_largest_possible_step_is_measured(
     tokens: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measured step has the most tokens and rows that a step may have. A fake stands in for the GPU's counters."""
+    """The measured step has the most tokens and rows possible. A fake replaces the GPU's memory counters."""
     options = {"max_num_batched_tokens": tokens, "max_model_len": context, "max_num_seqs": 20}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), attention_backend="reference", **options)
     model = EngineCore(config).executor._model

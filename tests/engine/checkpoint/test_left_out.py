@@ -1,4 +1,4 @@
-"""What a config.json means that leaves fields out: what transformers' class makes of it."""
+"""Fields that config.json omits get the defaults of transformers' configuration class."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ _NEEDED = {
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k"),
     *("moe_topk", "moe_intermediate_size", "shared_expert_intermediate_size"),
 }
-"""Sizes without which nothing is built: config.json is refused where they lack."""
+"""Sizes that a config.json must have: without them it is rejected."""
 _ALSO_NEEDED = {
     **{key: {"layer_types"} for key in ("granite_swa", "granitemoe_swa")},
     **{key: {"rope_parameters"} for key in ("qwen2_vl_text", "qwen2_5_vl_text")},
@@ -37,7 +37,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_n_heads": 64, "mamba_d_head": 16},
 }
-"""Where what a class has by itself is not served."""
+"""Replacements for class defaults that Quire does not serve."""
 _NO_CLASS = {"kimi_k2", "new"}
 
 
@@ -45,12 +45,12 @@ def meant(folder: Path, raw: dict[str, Any]) -> tuple[Any, ...]:
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_model_config(folder)
     if find_encoder_family(config.model_type) is not None:
-        return replace(build_encoder_spec(config), classifier=None), config.max_position  # which is a function
+        return replace(build_encoder_spec(config), classifier=None), config.max_position  # it is a function
     return decoder_spec(config), config.tie_embeddings, config.max_position
 
 
 def plain(rope: dict[str, Any]) -> dict[str, Any]:
-    """Without what says nothing."""
+    """Drop fields that have no effect."""
     return {
         name: each for name, each in rope.items() if name != "type" and (name, each) != ("partial_rotary_factor", 1)
     }
@@ -71,7 +71,7 @@ def test_what_is_left_out_is_what_transformers_class_has(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
 def test_a_gemma_as_it_was_published_makes_text(family: str, tmp_path: Path) -> None:
-    """Its config.json does not say that the head is the embedding, nor does its file have a head."""
+    """Published Gemma configs omit tie_word_embeddings, and the files have no lm_head."""
     path = save_tiny_model(tmp_path, family)
     config = json.loads((path / "config.json").read_text())
     del config["tie_word_embeddings"]
@@ -82,7 +82,7 @@ def test_a_gemma_as_it_was_published_makes_text(family: str, tmp_path: Path) -> 
 
 
 def test_null_is_not_left_out(tmp_path: Path) -> None:
-    """Where transformers means something by it."""
+    """For fields where transformers gives null a meaning."""
 
     def read(**fields: Any) -> ModelConfig:
         shape = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}

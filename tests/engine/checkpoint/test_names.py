@@ -1,4 +1,4 @@
-"""Names on the hub as people write them, and which GGUF file of a repository they mean."""
+"""Hub names as users write them, and the GGUF file of a repository that each selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--hf-overrides and --generation-config: what reads a model's files reads them as the settings say."""
+"""--hf-overrides and the settings of generation_config.json apply to everything that reads a model's files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Models by their names: config.json as their authors publish it, through `quire plan`, whose numbers are those of the
-authors' own index files and of arithmetic by hand; and a start of two layers of each with made-up weights."""
+"""`quire plan` on published config.json files gives the numbers of the authors' index files and of arithmetic by hand.
+Two layers of each model also start with dummy weights.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from tests.engine.harness import request, run
 class Published:
     name: str
     parameters: int
-    """Half the bytes that its index file adds up to; what is tied counts once."""
+    """Half of the index file's total bytes; tied weights count once."""
     keys: tuple[int, int, int]
-    """Layers, key-value heads and head_dim: a token takes 2 x these x 2 bytes."""
+    """Layers, KV heads and head_dim: a token takes 2 x their product x 2 bytes."""
     config: dict[str, Any]
 
 
@@ -167,7 +168,7 @@ def test_the_plan_says_what_authors_and_arithmetic_say(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_layers_of_its_shape_start_with_made_up_weights(model: Published, tmp_path: Path) -> None:
-    """Two layers, of a mixture 8 experts, and few tokens in the vocabulary; all other sizes are the model's own."""
+    """Two layers, 8 experts if the model is a MoE, and a small vocabulary; all other sizes are the model's own."""
     fewer = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": None}
     fewer |= {"num_experts": 8} if "num_experts" in model.config else {}
     (tmp_path / "config.json").write_text(json.dumps(model.config | fewer))

@@ -1,4 +1,4 @@
-"""Sizes computed from config.json, compared with the models that transformers builds from it."""
+"""Sizes computed from config.json equal those of the models that transformers builds from it."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16
 UNSAID: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "falcon_h1": {"mamba_d_ssm": 8192},  # its default makes heads of 8, which no model has
+    "falcon_h1": {"mamba_d_ssm": 8192},  # the default gives heads of size 8, which no model has
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -30,14 +30,14 @@ UNSAID: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "nemotron": {"num_key_value_heads": 48},
 }
-"""What transformers cannot do without, and has no default of."""
+"""Fields that transformers needs but has no usable default for."""
 
 
 NOT_COUNTED: dict[str, Callable[[Any], int]] = {
     "apertus": lambda config: config.num_hidden_layers,  # xIELU's beta, a buffer in transformers
-    "opt": lambda config: -2 * config.hidden_size,  # positions that no token has
+    "opt": lambda config: -2 * config.hidden_size,  # two positions that no token uses
 }
-"""What the sizes count otherwise than the number of transformers' parameters."""
+"""Differences between read_model_sizes and the number of transformers' parameters."""
 
 
 def content_of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def content_of(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Shared parameters count once; what corrects the choice of experts is a buffer, and a layer's factor."""
+    """Shared parameters count once. Router correction biases and layer scalars are buffers, and count too."""
     found = [buffer for name, buffer in model.named_buffers() if name.endswith(("bias", "layer_scalar"))]
     corrections = [buffer for buffer in found if buffer.is_floating_point()]
     return sum({id(each): each.numel() for each in (*model.parameters(), *corrections)}.values())
@@ -73,7 +73,7 @@ def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str,
     raw, folder = read_raw_config(str(path))
     assert folder is not None
     layers, hidden = (int(raw.get(name) or 0) for name in ("num_hidden_layers", "hidden_size"))
-    others = {"apertus": layers, "opt": 2 * hidden}  # an eps of each layer; positions that no token has
+    others = {"apertus": layers, "opt": 2 * hidden}  # an eps of each layer; two positions that no token uses
     assert read_checkpoint_size(folder) == CheckpointSize(
         read_model_sizes(raw).num_parameters + others.get(family, 0), 0
     )
@@ -86,7 +86,7 @@ def test_experts_are_read_only_when_chosen() -> None:
 
 
 def test_experts_of_smaller_vectors_are_counted_with_what_stands_around_them() -> None:
-    """Nemotron 3 Super, whose name says 120B and 12B a token."""
+    """Nemotron 3 Super: its name says 120B parameters, 12B active."""
     sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}
     spaces = {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
     experts = {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688}
@@ -129,7 +129,7 @@ def test_quantized_linear_layers_take_their_number_of_bits() -> None:
 
 
 def test_mxfp4_is_of_experts_alone() -> None:
-    """gpt-oss-20b, whose file names no type: its index says 13,761,264,768 bytes."""
+    """gpt-oss-20b, whose config names no dtype: its index file says 13,761,264,768 bytes."""
     config = content_of("gpt_oss", num_hidden_layers=24, num_local_experts=32)
     config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": None}
     found = read_model_sizes(config)
@@ -156,7 +156,7 @@ def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object]
     "outer", [{"quantization_config": {"quant_method": "quanto"}}, {"model_type": "vision-text-dual-encoder"}]
 )
 def test_an_encoder_that_its_family_refuses_is_not_planned_as_a_decoder(outer: dict[str, Any]) -> None:
-    """Not where something else keeps it from being served either, or where the model has other parts."""
+    """Also if another reason keeps it from being served, or if the model has other parts."""
     text = {**tiny_encoders.SHAPE, "model_type": "bert", "hidden_act": "mish"}
     raw = text | outer if "model_type" not in outer else outer | {"text_config": text}
     with pytest.raises(ModelError, match="hidden_act 'mish' is not supported"):
@@ -174,7 +174,7 @@ def test_an_encoder_that_its_family_refuses_is_not_planned_as_a_decoder(outer: d
     ],
 )
 def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """And not the first field that it calls otherwise."""
+    """The error names the family, not the first field that it calls by another name."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     inner = config.get("text_config", {}).get("model_type")
     part = f", whose text part is {inner}" if inner else ""

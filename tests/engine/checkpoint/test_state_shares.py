@@ -1,4 +1,4 @@
-"""How much memory states of sequences get unasked: on GPUs as much as the card allows (issue 58, C 11)."""
+"""Default memory for recurrent states: on GPUs as much as the card allows (issue 58, C 11)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.engine.checkpoint.kv_cache_plan import GIB, StateSlotCounts, count_st
 from quire.engine.common.errors import ConfigError
 
 SLOT = 22 * 2**20
-"""Of Qwen3.5-0.8B in bfloat16, with up to 8 guesses."""
+"""Bytes per slot of Qwen3.5-0.8B in bfloat16, with up to 8 draft tokens."""
 
 
 def shares(available: float, *, gpu: bool, cached: bool = True, asked: float | None = None) -> StateSlotCounts:

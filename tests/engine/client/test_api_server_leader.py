@@ -1,4 +1,4 @@
-"""A hub and clients of API processes, all in one process, around an engine without a model."""
+"""An API server leader and its clients, all in one process, with a fake engine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
         assert server.engine.generated == 48
         await until(
             lambda: one.engine_core.stats.generation_tokens == 48
-        )  # what the last step says of itself comes behind its tokens
+        )  # the last step's stats arrive after its tokens
         assert [each.id for each in one.history.ended_timelines] == ["a", "b", "d"]
 
 
@@ -104,7 +104,7 @@ def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
         channel.begin(None, 0, "1", counts=True)
         for number, stream in enumerate(streams):
             stream.push(EngineCoreOutput(f"s{number}", [step]), "1")
-    channel.begin(None, 0, "1", counts=True)  # of others alone
+    channel.begin(None, 0, "1", counts=True)  # a step of other processes' requests only
     channel.flush([EngineStats()])
     channel.flush([EngineStats()])
     (message,) = written

@@ -1,4 +1,4 @@
-"""All links give the same answers, and ProcessClient replaces engines that end."""
+"""All engine core clients give the same tokens, and ProcessClient replaces engine processes that exit."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def config(model: Path) -> EngineConfig:
 
 
 async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
-    """The token ids that the client gives for one sampled request per letter of `names`."""
+    """Token ids of one sampled request per letter of `names`."""
     stream = client.submit([request(name, range(3, 8 + ord(name) % 30), seed=1, temperature=1.0) for name in names])
     found: dict[str, list[int]] = {name: [] for name in names}
     async for outputs in stream:
@@ -75,7 +75,7 @@ async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_
 
 
 class SignallingLink(ProcessClient):
-    """Sends its engine the signal `signal_number`, once, when the next tokens arrive."""
+    """Sends its engine process the signal `signal_number` once, when the next tokens arrive."""
 
     signal_number = 0
 

@@ -1,4 +1,4 @@
-"""The messages of an engine process."""
+"""Messages of an engine process are received in turn with other tasks, and after its exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.stdin.read()
 
 
 class Talkative(EngineProcess):
-    """Says everything at once."""
+    """Sends all its messages at once."""
 
     PROGRAM = ("-c", TALKATIVE)
 
@@ -50,7 +50,7 @@ async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
 
 
 async def test_what_a_process_said_before_it_ended_is_heard_after_its_end() -> None:
-    """On a busy machine the message may come later than the news of the end."""
+    """On a busy machine the message may arrive after the exit is noticed."""
     process = FakeProcess(EngineConfig(), lambda ids: None)
     process.exit(CRASHED)
     exited = asyncio.create_task(process.wait_for_exit())

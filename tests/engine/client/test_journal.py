@@ -1,4 +1,4 @@
-"""ProcessClient with fake engine processes that end at random moments: no token is lost, repeated or changed."""
+"""ProcessClient loses, repeats and changes no token while fake engine processes end at random moments."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]
 
 
 async def test_only_the_first_engine_warms_up_before_it_is_ready() -> None:
-    """Open streams wait for a replacement."""
+    """A replacement skips warmup because open streams wait for it."""
     seconds: list[float] = []
 
     class Noted(FakeProcess):
@@ -95,7 +95,7 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready() -> None:
 
 
 async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_own() -> None:
-    """As where somebody overwrote the model's folder while it was served."""
+    """For example, the model's folder was overwritten while it was served."""
     contents = ["one", "one", "two"]
 
     class Overwritten(FakeProcess):
@@ -117,7 +117,7 @@ async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_o
 
 
 async def test_steps_that_came_together_reach_a_reader_together() -> None:
-    """So a server that is behind its engine sends fewer and larger chunks."""
+    """A server that falls behind its engine thereby sends fewer and larger chunks."""
     client = EngineClient(ProcessClient(EngineConfig(), launcher=Launcher(FakeProcess)))
     await client.engine_core.start()
     params = SamplingParams(max_tokens=LENGTH)

@@ -1,4 +1,4 @@
-"""A reader's shortcut: what comes while it waits is done at once, and all else is left to the reader."""
+"""A stream's sink takes outputs at once while its reader waits; the reader gets all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = [3, 4, 5]
 
 
 class Client(EngineClient):
-    """Has no engine: the test delivers."""
+    """An engine client without an engine: the test delivers outputs."""
 
     def __init__(self) -> None:
         super().__init__(InProcessClient(EngineConfig(model="none")))
@@ -28,7 +28,7 @@ class Client(EngineClient):
 
 
 class Reader:
-    """Reads a stream from a task, with a sink: both say which tokens they got."""
+    """Reads a stream from a task and sets a sink; records the tokens that each of them gets."""
 
     def __init__(self, stream: OutputStream) -> None:
         self.read: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Replay: requests that end engines are found and given up, and no others are."""
+"""Replay quarantines the requests that crash engines, and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.client.replay import MAX_LONE_CRASHES, TOKENS_TO_CLEAR, Replay
 from tests.tiers import examples
 
 KILLS = st.lists(st.booleans(), max_size=60)
-"""By step: whether the engine is killed from outside."""
+"""For each step, whether the engine is killed from outside."""
 
 
 class FakeEngines:
@@ -24,10 +24,10 @@ class FakeEngines:
         self.tokens_left = dict.fromkeys(names, tokens)
         self.killers = killers
         self.kills_at = tokens - fuse
-        """A killer crashes the engine when it has so many tokens left, or fewer."""
+        """A killer crashes the engine when it has this many tokens left, or fewer."""
         self.room = room
         self.submitted: list[str] = []
-        """What the current engine has."""
+        """Requests that the current engine has."""
         self.given_up: list[str] = []
         self.exits = 0
         for name in names:

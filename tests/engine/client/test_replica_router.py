@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the rule on small cases, and what holds whatever comes."""
+"""The router's choice of a replica: the rule on small cases, and invariants for random requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = range(2)
 
 
 def prompt(*words: int) -> list[bytes]:
-    """The pieces of a prompt, by what is in each."""
+    """Prefix pieces of a prompt; each word fills one piece."""
     ids = [token for word in words for token in [word] * PIECE]
     return prefix_pieces(request(ids))
 
@@ -82,7 +82,7 @@ def test_a_replica_that_cannot_is_not_chosen_and_one_that_forgot_is_not_preferre
 @settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=60), st.integers(1, 12))
 def test_what_is_remembered_is_bounded_and_has_its_beginnings(sent: list[tuple[int, int]], most: int) -> None:
-    """Against an engine that evicts the same way: the ends of the prompts that were used longest ago go first."""
+    """Compared with an engine that evicts the same way: the ends of the least recently used prompts go first."""
     router, model = Router(1, most), OrderedDict[tuple[int, int], None]()
     for word, length in sent:
         router.place(prompt(word, *range(length)), [0])
@@ -97,7 +97,7 @@ def test_what_is_remembered_is_bounded_and_has_its_beginnings(sent: list[tuple[i
 
 
 class Routed(RuleBasedStateMachine):
-    """Requests that come and end at any time, on three replicas."""
+    """Requests arrive and end in any order on three replicas."""
 
     @initialize()
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What each replica gets, on machines that are folders; and what several engines say as if they were one."""
+"""replica_config divides a machine among replicas, and the stats and views of several engines merge into one."""
 
 from __future__ import annotations
 

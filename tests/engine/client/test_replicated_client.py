@@ -1,5 +1,6 @@
-"""Replicas with fake engine processes that end at random moments: no token is lost, repeated or changed, and nobody
-waits for a replica's restart while another computes."""
+"""Replicas of fake engine processes that end at random moments lose, repeat and change no token. No request waits for a
+replica's restart while another one can compute it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def kill(client: EngineClient, number: int, cause: ExitCause = KILLED) -> None:
 
 
 async def compute(client: EngineClient, *numbers: int) -> None:
-    """Until these replicas have nothing left, or all of them where none is named."""
+    """Step these replicas until no request is open; step all replicas if `numbers` is empty."""
     for _ in range(2000):
         if not client.num_open:
             break
@@ -193,7 +194,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     client = await started(2, Launcher(lambda *given: kinds[-1](*given)), max_engine_starts=1)
     kinds.append(Unstartable)
     good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
-    bad = Caller(client, ["killer"])  # the first, which it ends, has it and good-0
+    bad = Caller(client, ["killer"])  # the first replica has this request and good-0, and crashes
     await settle()
     await compute(client)
     await until_gone(client, 0)
@@ -247,7 +248,7 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
         under_way = client.engine_core._replicas[0]._change
-        if under_way is not None and under_way.version == "2":  # and not the check before it
+        if under_way is not None and under_way.version == "2":  # not the check that precedes the update
             break
     kill(client, 0, CRASHED)
     assert await change == "2"
@@ -273,7 +274,7 @@ async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
 
 
 async def test_all_have_the_shortest_context() -> None:
-    """Memory may be fitted differently: a request's tokens, and where they end, must not depend on who computes it."""
+    """Memory fits may differ, but a request's tokens and its end must not depend on the replica that computes it."""
     lengths, loaded = [100, 80, 90], []
 
     class Fitted(FakeProcess):

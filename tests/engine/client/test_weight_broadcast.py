@@ -1,4 +1,4 @@
-"""Weights that come over a torch.distributed group, from a trainer in a process of its own."""
+"""Weights received over a torch.distributed group from a trainer in another process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ dist.barrier()
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of one shape."""
+    """Two models of the same shape with different weights."""
     first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama")
     second = tmp_path_factory.mktemp("second")
     shutil.copy(first / "config.json", second)
@@ -98,7 +98,7 @@ def tensors_of(folder: Path) -> list[Tensor]:
 
 @asynccontextmanager
 async def trainer(group: WeightsGroup, folder: Path, most: int = 10**6) -> AsyncIterator[None]:
-    """Sends a folder's weights over a group that it makes with us; ends before it sends so many tensors."""
+    """Send a folder's weights over a group with `group`; exit before tensor number `most`."""
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", TRAINER, str(port), str(folder / FILE), str(most)
@@ -193,7 +193,7 @@ async def test_weights_of_another_shape_are_refused(folders: tuple[Path, Path], 
 
 
 def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
-    """As when the server's process is killed."""
+    """As when the server process is killed."""
     root = tmp_path / "root"
     (root / "1").mkdir(parents=True)
     ours, theirs = socket.socketpair()

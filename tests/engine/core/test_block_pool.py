@@ -1,4 +1,4 @@
-"""The page pool against a plain model of what it should do."""
+"""The block pool against a plain model of what it should do."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Drafts change nothing but the number of steps: right ones, wrong ones and both, whatever else runs."""
+"""Right, wrong and mixed drafts change only the number of steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[EngineCoreReques
 
 @dataclass
 class Oracle(Drafter):
-    """The next `right` tokens of the answer, then `wrong` others."""
+    """Drafts the next `right` tokens of the answer, then `wrong` wrong tokens."""
 
     answers: dict[str, Answer]
     right: int
@@ -96,13 +96,13 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
 
 
 def test_beside_grammars_and_with_a_prefix_cache() -> None:
-    """The embedded model."""
+    """Runs on the embedded model."""
     requests = traffic(300, [*KINDS[:3], GRAMMAR])
     config = EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1)
     wanted = run(EngineCore(config), requests)
     oracle = Oracle(wanted, 2, 2)
     engine = EngineCore(config, make_drafter=lambda *_: oracle, steps_ahead=1)
-    for _ in range(2):  # the second time prompts are cached
+    for _ in range(2):  # the second time the prompts are cached
         got = run(engine, requests)
         assert {name: each.ids for name, each in got.items()} == {name: each.ids for name, each in wanted.items()}
     assert oracle.asked == {each.id for each in requests}

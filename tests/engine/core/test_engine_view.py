@@ -1,4 +1,4 @@
-"""What somebody who watches is shown of the engine, against what the scheduler was told to do."""
+"""The engine view and memory view against what the scheduler did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fair sharing: no tenant that has work waiting is served less than its weight says, whatever the others send."""
+"""Fair sharing: no tenant with waiting requests gets less than its weight's share, whatever the other tenants send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request(
 
 
 class Line:
-    """A queue and what was pushed into it."""
+    """A fair queue that numbers the requests pushed into it."""
 
     def __init__(self) -> None:
         self.queue = FairQueue()
@@ -61,7 +61,7 @@ COSTS = st.integers(1, 50)
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), COSTS), min_size=50, max_size=300))
 def test_tenants_with_work_waiting_are_served_by_weight(sent: list[tuple[str, int]]) -> None:
-    """The bound of the paper: while two both wait, what they get over their weights differs by two requests at most."""
+    """The paper's bound: while two tenants wait, their service divided by weight differs by at most two requests."""
     line = Line()
     costs: dict[str, int] = {}
     waiting: Counter[str] = Counter()
@@ -138,7 +138,7 @@ def test_a_late_comer_gets_no_credit_for_having_been_away() -> None:
 
 
 def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *, num_blocks: int) -> Counter[str]:
-    """What each tenant got of 1,500 steps of 6 slots, in the queue's unit. `sent`: lengths of prompt and answer.
+    """What each tenant gets in 1,500 steps of 6 slots, in the queue's unit. `sent`: lengths of prompt and answer.
 
     Each tenant sends a request whenever it has fewer than `in_flight` open. Recomputed tokens are not counted.
     """
@@ -189,7 +189,7 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
 def test_a_greedy_tenant_cannot_push_another_below_its_share(
     greedy: tuple[int, int], modest: tuple[int, int], num_blocks: int
 ) -> None:
-    """100 requests in flight against 8, with pages for all or so few that sequences are preempted."""
+    """100 requests in flight against 8, with KV blocks for all or few enough that requests are preempted."""
     sent = {"greedy": greedy, "modest": modest}
     served = served_tokens(sent, {"greedy": 100, "modest": 8}, num_blocks=num_blocks)
     assert served["modest"] >= 0.85 * served.total() / 2, served
@@ -208,7 +208,7 @@ def step(scheduler: Scheduler) -> None:
 
 
 def full(*, slots: int = 8, num_blocks: int = 400, greedy: int = 20) -> Scheduler:
-    """A scheduler all of whose places one tenant holds for long, with more of its sequences waiting."""
+    """A scheduler with all slots held by one tenant for a long time, and more of its requests waiting."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks, block_size=4, max_model_len=200, max_num_seqs=slots, max_num_batched_tokens=200
@@ -225,7 +225,7 @@ def test_a_tenant_that_holds_all_places_gives_one_to_another_at_once(greedy: int
     scheduler = full(greedy=greedy)
     assert running(scheduler) == {"greedy": 8}
     scheduler.add_request(request("short", "modest"))
-    step(scheduler)  # at first they are even, and those that came first go first
+    step(scheduler)  # at first both tenants are even, and earlier requests go first
     step(scheduler)
     assert running(scheduler) == {"greedy": 7, "modest": 1}
     assert scheduler.list_requests()[0][6].engine_request.id == "greedy 6", "the newest is the one that waits"
@@ -253,7 +253,7 @@ def test_shares_are_by_weight() -> None:
 
 
 def test_pages_are_taken_too_but_only_where_they_suffice() -> None:
-    """Eight of 20 tokens hold 40 of 44 pages, and seven of them may be taken: 15 pages can be had, 41 cannot."""
+    """8 requests of 20 tokens hold 40 of 44 blocks. 7 may be preempted: 15 blocks can be freed, 41 cannot."""
     for prompt, runs in ((60, {"greedy": 6, "modest": 1}), (164, {"greedy": 8})):
         scheduler = full(slots=16, num_blocks=44, greedy=8)
         for _ in range(15):
@@ -280,7 +280,7 @@ def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> 
 
 
 def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
-    """Twenty that decode and a long prompt, all of them less urgent, beside one that decodes, then beside a prompt."""
+    """20 low-priority decodes and a long low-priority prompt run with one urgent decode, then with an urgent prompt."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=400,
@@ -362,7 +362,7 @@ def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch
 
 
 def test_streams_beyond_a_short_step_go_on_too() -> None:
-    """The last ones had no token while something urgent came again and again."""
+    """The last of them got no token while urgent requests kept arriving."""
     options = {"num_blocks": 200, "block_size": 16, "max_model_len": 100, "max_num_batched_tokens": 512}
     some = Scheduler(SchedulerConfig(max_num_seqs=SHORT_STEP_TOKENS + 11, **options))
     calm = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The history of engines that work beside each other."""
+"""Token gaps, timelines and step records in the request history of one or more engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def record(number: int, ended: float = 3.0) -> StepRecord:
 
 
 def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() -> None:
-    """However late they are told, and however many tokens a step gave."""
+    """However late the steps are recorded, and however many tokens a step gives."""
     history, gaps = RequestHistory(), list[float]()
     history.token_gap_listeners.append(gaps.append)
     for name in ("a", "b"):
@@ -48,7 +48,7 @@ def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
 
 
 def test_the_collector_follows_no_step() -> None:
-    """A history has 100,000: passes over the new ones held up the event loop."""
+    """A history has 100,000 steps: garbage collections of new ones stalled the event loop."""
     history = RequestHistory()
     history.record_submission(EngineCoreRequest(id="a", prompt_ids=[1, 2], params=SamplingParams(), seed=0))
     told = StepRecord(1, 1.0, 1.0, 2.0, 3.0, 1, 2, (("a", 0, 2),), ())

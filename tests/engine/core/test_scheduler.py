@@ -1,6 +1,6 @@
-"""The scheduler under whatever order of adds, aborts and steps: a state machine with a fake device.
+"""The scheduler under random adds, aborts and steps: a state machine with a fake device.
 
-The fake device is as a real one may be: it runs batches in order, up to two steps behind the scheduler.
+Like a real device, the fake one runs steps in order, up to two steps behind the scheduler.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CONTEXT = 40
 EOS = 7
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 2), min_size=1, max_size=30),
-    st.integers(1, 8).map(lambda blocks: [0, 1, 2, 2] * blocks),  # full pages, often equal ones
+    st.integers(1, 8).map(lambda blocks: [0, 1, 2, 2] * blocks),  # full blocks, often equal ones
 )
 
 
 def expected_tokens(request: EngineCoreRequest) -> list[int]:
-    """What a request gets when nothing else runs and nothing is cached."""
+    """The tokens of a request when nothing else runs and nothing is cached."""
     params = request.params
     tokens = request.prompt_ids + request.emitted_ids
     limit = min(params.max_tokens or CONTEXT, CONTEXT - len(request.prompt_ids))
@@ -199,7 +199,7 @@ TestScheduler.settings = settings(max_examples=examples(150), stateful_step_coun
 
 
 class LargePages(SchedulerMachine):
-    """Prefixes are matched within pages, and their beginnings copied."""
+    """Prefixes match within a block, and the matching beginning of the block is copied."""
 
     block = 12
     piece = 2
@@ -211,7 +211,7 @@ TestLargePages.settings = settings(max_examples=examples(150), stateful_step_cou
 
 
 class Windows(SchedulerMachine):
-    """Layers of three windows and of none, each with page tables of their own."""
+    """Layers of three windows and of full attention, each with its own block table."""
 
     windows = (None, 5, 1, 14)
     num_blocks = 26
@@ -222,7 +222,7 @@ TestWindows.settings = settings(max_examples=examples(150), stateful_step_count=
 
 
 class EveryLayerWindowed(SchedulerMachine):
-    """As few pages as one sequence needs: what is given back must be had again."""
+    """As few blocks as one request needs: freed blocks must be reusable."""
 
     windows = (6,)
     num_blocks = 5
@@ -302,8 +302,7 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
 
 
 def test_images_of_several_requests_are_read_in_several_steps() -> None:
-    """Reading an image takes of a step's tokens, in parts if need be: nobody who has a token to compute waits for it,
-    and its own tokens do."""
+    """Encoder work counts against a step's token budget and is chunked. Only the image's own request waits for it."""
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
     busy.add_request(request("calm", 3, max_tokens=20))
@@ -336,7 +335,7 @@ def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
     busy.add_request(
         EngineCoreRequest(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1)
     )
-    for _ in range(2):  # it is admitted by the first step, and runs in the second
+    for _ in range(2):  # the first step admits it, and it runs in the second
         batch = step(busy, device)
         assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("calm", 1), ("urgent", 9)]
 
@@ -398,7 +397,7 @@ def test_abort_frees_pages_at_once(count: int) -> None:
 
 
 def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict[str, list[int]], int]:
-    """Step to the end: the tokens of each request, and the steps it took."""
+    """Step until no request is left; return each request's tokens and the number of steps."""
     steps = 0
     while some.has_requests:
         step(some, device)
@@ -421,7 +420,7 @@ def test_right_drafts_save_steps_and_count_once() -> None:
 
 @dataclass
 class Fixed(Drafter):
-    """The same for every sequence."""
+    """Drafts the same tokens for every request."""
 
     drafts: list[int]
 
@@ -430,7 +429,7 @@ class Fixed(Drafter):
 
 
 def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
-    """The sequence that could draft comes first, and there is one free page, which the other needs."""
+    """The request that could draft comes first, and the other one needs the only free block."""
     drafter = Fixed([])
     tight, device = scheduler(num_blocks=4, drafter=drafter), FakeDevice()
     tight.add_request(request("first", 6, max_tokens=6))
@@ -463,7 +462,7 @@ def step(on: Scheduler, device: FakeDevice) -> SchedulerOutput:
 
 
 def test_a_page_is_forked_where_prompts_part() -> None:
-    """Also while the first request still writes to that page, whose beginning no longer changes."""
+    """Also while the first request still writes to that block, because its beginning no longer changes."""
     pages, device = large_pages()
     first = list(range(27))
     pages.add_request(of("first", first, max_tokens=8))
@@ -490,7 +489,7 @@ def test_what_the_step_itself_computes_is_not_copied() -> None:
 
 
 def test_the_last_free_page_goes_on_where_it_is() -> None:
-    """It is the one to copy from, and the one to copy to."""
+    """The same block is the source and the destination of the copy."""
     pages, device = large_pages(num_blocks=3)
     pages.add_request(of("old", list(range(13)), max_tokens=1))
     step(pages, device)

@@ -1,4 +1,4 @@
-"""Batches and what comes of them can be sent to another process."""
+"""Scheduler outputs, model runner outputs and requests survive encoding for another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that overlap: the same answers as one step at a time, on a slow device and on the real worker."""
+"""Overlapped steps give the same outputs as one step at a time, on a slow fake device and on the real worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_DELAY = 0.001
 
 @dataclass
 class Step:
-    """A step on the device; what it computed can be read once the event is set."""
+    """A step on the device; its output can be read once `done` is set."""
 
     batch: SchedulerOutput
     grammars: dict[str, int]
@@ -53,14 +53,14 @@ class Step:
 
 
 class AsyncDevice:
-    """Runs launched steps in order, in a thread of its own, after random delays.
+    """Runs launched steps in order, in its own thread, after random delays.
 
-    For requests with a grammar the host says at launch which tokens may come, as the real one does: from the tokens
-    whose results it has read. That needs every token before the one to pick.
+    As for the real device, the host determines at launch which tokens a grammar allows next. It must have read the
+    results of all tokens before the one to sample.
     """
 
     def __init__(self, seed: int, *, stages: int = 1) -> None:
-        """Of several stages the first must know every token when a step is launched."""
+        """With several stages, the first stage must know every token when a step is launched."""
         self.failure: BaseException | None = None
         self._stages = stages
         self._device = FakeDevice()
@@ -123,7 +123,7 @@ def device(seed: int, stages: int = 1) -> Iterator[AsyncDevice]:
 @dataclass(frozen=True)
 class Arrival:
     after: int
-    """Steps since the arrival before it."""
+    """Steps since the previous arrival."""
     request: EngineCoreRequest
     abort_after: int | None
 
@@ -151,7 +151,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
 def serve(
     traffic: list[Arrival], launch_on: AsyncDevice, ahead: int, drafts: str = "none", micro_batches: int = 1
 ) -> dict[str, list[EngineCoreOutput]]:
-    """Step until all has ended; arrivals and aborts come at the given steps."""
+    """Step until all requests have ended; requests arrive and are aborted at the given steps."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=NUM_BLOCKS,
@@ -231,7 +231,7 @@ def compare(
     for arrival in traffic:
         name = arrival.request.id
         wanted, got = merged(plain[name]), merged(overlapped[name])
-        if "abort" in (wanted[3], got[3]):  # where the abort falls between steps is another matter
+        if "abort" in (wanted[3], got[3]):  # the step at which the abort takes effect may differ
             shorter = min(len(wanted[0]), len(got[0]))
             assert wanted[0][:shorter] == got[0][:shorter]
             assert wanted[1][:shorter] == got[1][:shorter]
@@ -240,7 +240,7 @@ def compare(
 
 
 def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
-    """A device that ends a step only when it has the next one, as long as one is to come."""
+    """The device ends a step only after the next one is launched, as long as there is a next one."""
     inner = FakeDevice()
     launched: list[SchedulerOutput] = []
 
@@ -273,7 +273,7 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
-    """Its row waits for the last token, and is in every step all the same."""
+    """The grammar's request waits for its last token, and is in every step all the same."""
     inner = FakeDevice()
     rows: list[list[str]] = []
 
@@ -302,7 +302,9 @@ def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
 
 @pytest.fixture(scope="module")
 def requests() -> list[EngineCoreRequest]:
-    """Of every kind that looks back at its tokens: stop ids, penalties, grammars; log probabilities, long prompts."""
+    """Requests of every kind that depends on earlier tokens (stop ids, penalties, grammars), with logprobs and long
+    prompts.
+    """
     rng = random.Random(7)
     made = []
     kinds: list[dict[str, object]] = [
@@ -341,7 +343,7 @@ def test_the_real_worker_learnt_from_late(requests: list[EngineCoreRequest], ahe
 
 
 def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
-    """A request is aborted while its token is under way, and its slot goes to another one with a grammar."""
+    """A request is aborted while its token is being computed, and another request with a grammar gets its slot."""
     engine = EngineCore(EngineConfig(max_model_len=256, max_num_seqs=1))
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     wanted = run(engine, [second])["second"].ids

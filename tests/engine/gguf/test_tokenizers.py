@@ -1,4 +1,4 @@
-"""Tokenizers from a GGUF file's metadata against the models' own files, and against llama.cpp's names for them."""
+"""Tokenizers built from GGUF metadata against the models' own files, and against llama.cpp's pre-tokenizers."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def write(path: Path, kind: str, tokens: list[str], types: list[int], **metadata
 
 
 def pieces(model: bytes) -> list[tuple[str, float, int]]:
-    """Text, score and type of each piece of a SentencePiece model, which is a protobuf message: field 1, again and
-    again, of fields 1 (text), 2 (float) and 3 (type, 1 if it is not there)."""
+    """Text, score and type of each piece of a SentencePiece model. The model is a protobuf message: repeated field 1,
+    with the fields 1 (text), 2 (float score) and 3 (type, 1 if absent).
+    """
     import struct
 
     def varint(data: bytes, at: int) -> tuple[int, int]:
@@ -149,7 +150,7 @@ def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_texts_are_cut_as_llama_cpp_does(name: str, text: str, cuts: list[str], tmp_path: Path) -> None:
-    """The pieces, as llama.cpp's regular expressions of that name cut them."""
+    """The pieces are those of llama.cpp's regular expressions of that name."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
     backend = Tokenizer.from_pretrained(file).backend
@@ -190,7 +191,7 @@ def test_an_answer_ends_where_its_family_ends_it(names: list[str], ends: list[st
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
 def test_known_ends_are_control_tokens_whatever_their_type(tmp_path: Path, kind: int) -> None:
-    """Converters type `<|im_end|>` as usual text or as user-defined; llama.cpp overrides that, with a warning."""
+    """Converters give `<|im_end|>` the type normal or user-defined; llama.cpp overrides that, with a warning."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens, types = ["<|endoftext|>", "<|im_end|>", *alphabet], [CONTROL, kind] + [NORMAL] * 256
     path = write(tmp_path / "t.gguf", "gpt2", tokens, types, pre="qwen2", eos_token_id=0)

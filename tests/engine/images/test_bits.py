@@ -1,4 +1,4 @@
-"""A request with images has the same bits alone, beside others, in chunks, from the cache and after a preemption."""
+"""A request with images has the same logprobs alone, in a batch, in chunks, from the cache and after a preemption."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
-    """A question about pictures, which are cut into several tiles."""
+    """A question about images, each cut into several tiles."""
     tokenizer = Tokenizer.from_pretrained(path)
     reader = make_multimodal_prompt_builder(path, tokenizer)
     assert isinstance(reader, MultimodalPromptBuilder)
@@ -60,7 +60,7 @@ def alone(path: Path, asked: EngineCoreRequest) -> Answer:
 
 
 def made(computed: EngineCore) -> int:
-    """Tiles that the tower has read."""
+    """The number of tiles that the tower has encoded."""
     features = computed.executor._encoder_cache  # type: ignore[attr-defined]
     assert isinstance(features, ImageEncoderCache)
     return features.num_encoded
@@ -86,9 +86,9 @@ def test_the_next_turn_hits_and_another_picture_does_not(path: Path) -> None:
     assert tiles == len(first.images)
     found = run(served, [again])["b"]
     assert found.cached_tokens >= (len(first.prompt_ids) - 16) // 16 * 16
-    assert made(served) == tiles  # nothing of it is read again
+    assert made(served) == tiles  # no tile is encoded again
     assert found.ids == alone(path, again).ids
-    # The prompts' tokens are the same, up to the end of the first picture their contents too.
+    # The prompts' tokens are equal; their images are equal up to the end of the first one.
     assert other.prompt_ids == first.prompt_ids
     seen = run(served, [other])["c"]
     second = first.spans[len(first.spans) // 2]
@@ -100,14 +100,14 @@ def test_the_next_turn_hits_and_another_picture_does_not(path: Path) -> None:
 def test_after_a_preemption(path: Path) -> None:
     asked = [about(path, f"{index}", 1 + index, max_tokens=40) for index in range(3)]
     wanted = {each.id: alone(path, each) for each in asked}
-    blocks = -(-(len(asked[0].prompt_ids) + 1) // 16)  # all begin, and not all have room for their answers
+    blocks = -(-(len(asked[0].prompt_ids) + 1) // 16)  # all can start, but not all have room for their answers
     served = engine(path, num_kv_blocks=3 * blocks + 1, enable_prefix_caching=False)
     assert run(served, asked) == wanted
     assert served.engine_stats.preemptions > 0
 
 
 def test_features_that_were_let_go_of_are_made_again(path: Path) -> None:
-    asked = [about(path, "a", 1, 2), about(path, "b", 3)]  # which take the room from each other
+    asked = [about(path, "a", 1, 2), about(path, "b", 3)]  # these evict each other's features
     wanted = {each.id: alone(path, each) for each in asked}
     served = engine(path, long_prefill_token_threshold=5, enable_prefix_caching=False)
     served.executor._encoder_cache.max_bytes = 0  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def test_features_that_were_let_go_of_are_made_again(path: Path) -> None:
 
 
 def test_a_large_image_is_read_in_several_steps(path: Path) -> None:
-    """What its reading weighs is divided among steps as a long prompt's tokens are, beside those of others."""
+    """Encoder work is divided among steps like a long prompt's tokens, together with other requests' tokens."""
     asked = about(path, "a", 1)
     works = {each.encoder_cost for each in asked.images}
     assert works == {86}  # 64 patches, each of which sees 64: 64 * (1 + 64 / (4 * 48)), rounded up
@@ -129,11 +129,12 @@ def test_a_large_image_is_read_in_several_steps(path: Path) -> None:
         before = answered.get("calm", 0)
         for output in served.step():
             answered[output.id] = answered.get(output.id, 0) + len(output.new_ids)
-        assert answered["calm"] == before + 1  # nobody waits for the image
+        assert answered["calm"] == before + 1  # the decode does not wait for the image
         assert served.last_step_record is not None
         assert served.last_step_record.num_tokens <= 20
         looks += served.last_step_record.num_tokens == 1
-    # With 19 tokens for it in a step, a tile takes four or five, the first and the last of which may have its tokens.
+    # With 19 tokens of budget per step, a tile takes four or five steps; the first and last may also compute its
+    # tokens.
     assert looks >= len(asked.images) * 2
     assert made(served) == len(asked.images)
 

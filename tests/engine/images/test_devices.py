@@ -1,5 +1,6 @@
-"""Images on a device that is no CPU: PyTorch's test device, whose operations are computed on the host and refuse to mix
-the two (tests/engine/worker/other_device.py), and the trial before a tower is loaded."""
+"""Images on a non-CPU device, and the probe that runs before a tower is loaded. The device is PyTorch's test device: it
+computes on the host and rejects operations that mix the two (tests/engine/worker/other_device.py).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def questions(path: Path, name: str) -> list[EngineCoreRequest]:
     "name", ["qwen3_vl", *(each for each in FAMILIES if each != "qwen3_vl" and "qwen3_5" not in each)]
 )
 def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: Path) -> None:
-    """Together, from cached prefixes, and in chunks."""
+    """In one batch, from cached prefixes, and in chunks."""
     path = save_family(tmp_path, name)
     asked = questions(path, name)
     wanted = run(engine(path, "cpu"), asked)
@@ -56,13 +57,13 @@ def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: P
     assert not there.info.no_images
     close(run(there, asked), wanted)
     close(run(there, asked), wanted)
-    cut = engine(path, "mps", max_num_batched_tokens=72)  # Gemma 4's images have 70 tokens
+    cut = engine(path, "mps", max_num_batched_tokens=72)  # Gemma 4's images have 70 tokens each
     assert not cut.info.no_images
     close(run(cut, asked), wanted)
 
 
 def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
-    """An image alone, as a server asks for its vector."""
+    """An image alone, as the server requests its embedding."""
     vision = read_vision_spec(path)
     assert vision is not None
     (content,) = vision.make_layout(70, 50).iter_resized_images(picture(seed, 70, 50))
@@ -88,7 +89,7 @@ def test_vectors_of_images_are_those_of_a_cpu(other: None, tmp_path: Path) -> No
 
 
 class Wrong(SdpaBackend):
-    """Sees what is before a query alone."""
+    """Attends causally only, although patches see each other."""
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

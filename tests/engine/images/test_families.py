@@ -1,4 +1,4 @@
-"""Every family that reads images against transformers' processor and model, and the bits of its answers."""
+"""Every vision family against transformers' processor and model, and the batch invariance of its answers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,6 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
 
 
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
-    """A question about pictures."""
     tokenizer = Tokenizer.from_pretrained(path)
     reader = make_multimodal_prompt_builder(path, tokenizer)
     assert reader is not None
@@ -151,7 +150,7 @@ def bits(answers: dict[str, Answer]) -> dict[str, object]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
-    """Alone, beside others, in chunks, from the cache, after a preemption, and begun again with what was emitted."""
+    """Alone, in a batch, in chunks, from the cache, after a preemption, and replayed with emitted tokens."""
     path = save_family(tmp_path, name)
     asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 4)]
     asked.append(request("d", [5, 6, 7], logprobs=2))
@@ -164,10 +163,10 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
         assert bits(run(engine(path, **options), asked)) == bits(wanted), options
     served = engine(path)
     run(served, asked[:1])
-    # LLaVA-OneVision cuts an image only where it is alone.
+    # LLaVA-OneVision cuts an image into tiles only if it is the only one.
     again = about(path, name, "a", *((1,) if name == "llava_onevision" else (1, 2)), more="? and why")
     found = run(served, [again])["a"]
-    # Qwen3.5's snapshots are farther apart than these prompts are long.
+    # Qwen3.5's state snapshots are farther apart than these prompts are long.
     assert found.cached_tokens > asked[0].spans[-1].start or name.startswith("qwen3_5")
     alone = run(engine(path, enable_prefix_caching=False), [again])["a"]
     assert (found.ids, found.logprobs) == (alone.ids, alone.logprobs)
@@ -207,7 +206,7 @@ def test_few_bits_and_guesses(name: str, options: dict[str, Any], tmp_path: Path
 
 
 def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
-    """No guess changes a token, and guesses are rotated as the tokens of their places are."""
+    """Drafts change no token, and their RoPE positions are those of the tokens they predict."""
     path = save_family(tmp_path, "qwen3_5")
     tensors, layer = load_file(path / "model.safetensors"), "model.language_model.layers.1."
     own = {f"mtp.layers.0.{name.removeprefix(layer)}": each.clone() for name, each in tensors.items() if layer in name}
@@ -223,7 +222,7 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
     assert guessing.engine_stats.draft_tokens > 10
     turned = heads._input_batch._rope_offsets
     assert turned is not None
-    # An image of n x m tokens takes as many positions as its longer side has.
+    # An image of n x m tokens takes max(n, m) positions.
     vision = read_vision_spec(path)
     assert vision is not None
     grids = [[vision.token_rows_and_columns(each) for each in request.images] for request in asked]
@@ -281,7 +280,7 @@ def test_a_step_too_short_for_an_image_serves_text_alone(tmp_path: Path) -> None
 
 
 def test_adapters_of_the_language_part(tmp_path: Path) -> None:
-    """The answer about a picture is that of the model into which the adapter is merged, beside one without."""
+    """In one batch with a request without an adapter."""
     path = save_family(tmp_path / "model", "qwen2_5_vl")
     folder = save_adapter(
         tmp_path / "a", AutoModelForImageTextToText.from_pretrained(path), 8, targets=("q_proj", "o_proj"), seed=3

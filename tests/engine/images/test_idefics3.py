@@ -1,4 +1,4 @@
-"""Pixels and layouts of tiles against transformers' Pillow backends."""
+"""Idefics3's and SmolVLM's tile layouts and pixels against transformers' Pillow image processors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_broken_folder_says_what_is_wrong(preparing: dict[str, object], said: 
 
 
 def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
-    """196 * (1 / 196) is less than 1: transformers' processor would make an image without width of it, and raise."""
+    """196 * (1 / 196) is less than 1: transformers' processor would make an image of width 0 of it, and raise."""
     sizes = {"size": {"longest_edge": 196}, "max_image_size": {"longest_edge": 49}}
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "smolvlm", "vision_config": {"patch_size": 7}, "scale_factor": 7})

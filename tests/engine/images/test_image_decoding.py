@@ -1,4 +1,6 @@
-"""Files of every kind as a viewer shows them, and what is more than it seems."""
+"""Image files of every kind decode to the pixels that a viewer shows; files that decode to too many pixels are
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,6 @@ def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def shown(content: bytes) -> list[tuple[int, ...]]:
-    """The pixels of the first row."""
     image = decode_upright(open_image(content, "here"), "here")
     assert image.mode == "RGB"
     return [tuple(pixel) for pixel in np.asarray(image)[0].tolist()]
@@ -68,7 +69,7 @@ def test_of_what_moves_the_first_frame_is_read(kind: str, options: dict[str, Any
 
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_every_orientation_of_a_camera(turn: int) -> None:
-    """The corner that is red, and the size that is known before a pixel is read."""
+    """Checks which corner is red, and the size that is known before a pixel is decoded."""
     pixels = np.zeros((48, 96, 3), dtype=np.uint8)
     pixels[:24, :24] = _RED
     exif = Image.Exif()
@@ -82,7 +83,9 @@ def test_every_orientation_of_a_camera(turn: int) -> None:
 
 
 def test_a_png_is_not_decoded_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many in a message, one at a time has its pixels in memory. Some programs write what turns it behind them."""
+    """Only one image of a message has its pixels in memory at a time. Some programs write the EXIF chunk after the
+    pixels.
+    """
     exif = Image.Exif()
     exif[0x0112] = 6
     pixels = Image.fromarray(np.zeros((40, 90, 3), dtype=np.uint8))
@@ -101,7 +104,7 @@ def test_a_png_is_not_decoded_before_its_turn(monkeypatch: pytest.MonkeyPatch) -
 
 
 def png(width: int, height: int) -> bytes:
-    """A file that says it has so many pixels, and has none."""
+    """A PNG whose header gives this size, without pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

@@ -1,5 +1,6 @@
-"""LFM2-VL, whose processor transformers has for torchvision alone: its own code for sizes, tiles and tokens, with
-PyTorch's interpolation of bytes in the place of torchvision's, which is that."""
+"""LFM2-VL against transformers, whose processor for it needs torchvision. Its code for sizes, tiles and tokens runs
+here with PyTorch's interpolation of bytes, which torchvision calls too.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def prepared(theirs: Any, seed: int, size: tuple[int, int]) -> tuple[list[Tensor], int, int]:
-    """The parts of a picture, uint8 [3, height, width], and their rows and columns."""
+    """The tiles of a picture, uint8 [3, height, width], and their rows and columns."""
     image = torch.from_numpy(np.array(picture(seed, *size))).permute(2, 0, 1)[None]
     made = object.__new__(theirs)
     (parts,), (rows,), (columns,), _ = theirs.resize_and_split(made, image, **SETTINGS, resample=None)
@@ -100,7 +101,7 @@ def test_sizes_tiles_and_pixels(path: Path, theirs: Any) -> None:
 
 
 def test_an_answer_is_that_of_transformers(path: Path, theirs: Any) -> None:
-    """About the pixels that we prepare, so that a level of rounding is no matter."""
+    """transformers gets the pixels that Quire prepares, so that a rounding difference in resizing does not matter."""
     asked = about(path, "lfm2_vl", "a", 1, 2)
     answer = run(engine(path, dtype="float32"), [asked])["a"]
     most = max(each.height * each.width for each in asked.images) // 16

@@ -1,4 +1,4 @@
-"""Images through LLM, against transformers' processor and model."""
+"""Chats and prompts with images through LLM, against transformers' processor and model."""
 
 from __future__ import annotations
 

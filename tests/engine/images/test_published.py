@@ -1,5 +1,6 @@
-"""What published checkpoints say of themselves: their config.json, which may leave out what transformers has a default
-of, and the number of their parameters."""
+"""Published config.json files of vision models, which omit transformers' defaults: their parameter counts and RoPE
+axes.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ PARAMETERS = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen3-VL-2B-Instruct": 2_127_532_032,
     "Mistral-Small-3.1-24B": 24_011_361_280,
-    "llava-1.5-7b-hf": 7_063_427_072 - 12_596_224 - 2_048,  # its tower's last layer and last norm are not needed
+    "llava-1.5-7b-hf": 7_063_427_072 - 12_596_224 - 2_048,  # the tower's last layer and last norm are not needed
 }
 
 

@@ -1,4 +1,4 @@
-"""Ranks that read images: the answers of one process, and the same bits alone and beside others."""
+"""Tensor-parallel and pipeline ranks answer about images like one process, and batch-invariantly."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_two_ranks_say_what_one_process_says(name: str, tmp_path: Path) -> None:
 
 
 def numbers_of(each: EngineCore) -> list[int]:
-    """Of each of the engine's images, or parts of them, that its own tower has read."""
+    """The number of images, or parts of them, that the first rank's tower has encoded; empty without a tower."""
     return [] if each.executor._encoder_cache._tower is None else [each.executor._encoder_cache.num_encoded]  # type: ignore[attr-defined]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [each for each in KINDS if each != "gemma4 of 2 B"])
 def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
-    """The first stage has the tower. Bit for bit, alone and beside others, with images that are read in parts."""
+    """The first stage has the tower. Answers are bitwise equal, alone and in a batch, with images encoded in chunks."""
     path = save_family(tmp_path, name, num_hidden_layers=4) if name == "qwen3_vl" else save_family(tmp_path, name)
     asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
     vision = read_vision_spec(path)

@@ -1,4 +1,4 @@
-"""A tower's features have the same bits alone, beside others' of the same shape, and in whatever pieces."""
+"""A tower's features are bitwise equal alone, in a batch of one shape, and in chunks of any size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.vision_families import FAMILIES, save_family
 
 
 def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
-    """The engine's, and three of one shape."""
+    """The engine's tower, and three images of one shape."""
     reader = make_multimodal_prompt_builder(path, Tokenizer.from_pretrained(path))
     assert reader is not None
     images = [reader.make_tiles_of_image(RequestImage("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
@@ -55,7 +55,7 @@ def test_pieces_weigh_what_a_step_is_told(name: str, tmp_path: Path, monkeypatch
 
 
 def test_few_bits(tmp_path: Path) -> None:
-    """Of the linears of its layers, near what it makes otherwise, and counted."""
+    """Only the linears of the tower's layers are quantized."""
     path = save_family(tmp_path, "qwen3_vl")
     plain, images = tower_and_images(path)
     few, _ = tower_and_images(path, quantization="int8")

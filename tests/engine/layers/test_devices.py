@@ -1,4 +1,4 @@
-"""What unpacks weights makes no tensor on another device than theirs; the meta device refuses every other beside it."""
+"""Unpacking weights creates no tensor on another device: the meta device rejects tensors of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantization_config's patterns are of the names in the checkpoint's files, not of ours (issue 58)."""
+"""Patterns in quantization_config match the names in the checkpoint's files, not Quire's names (issue 58)."""
 
 from __future__ import annotations
 

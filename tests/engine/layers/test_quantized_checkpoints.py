@@ -1,4 +1,4 @@
-"""Checkpoints in few bits compute, bit by bit, what a float32 checkpoint of the numbers that they stand for does."""
+"""Quantized checkpoints give the tokens and logprobs of float32 checkpoints that hold the dequantized numbers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ JOINED = {
     "lfm2": ("gptq-4-asym", "awq-32", "packed-4-group32", "fp8-tensor", "bnb8"),
     "deepseek_v2-dense": ("packed-4-group0", "int8-channel", "fp8-tensor", "fp8-block", "bnb8"),
 }
-"""By family, formats whose tensors can be taken apart as its linears must be."""
+"""By family: formats whose fused tensors can be split as the family's linears require."""
 
 
 @pytest.mark.few(3)
@@ -142,7 +142,7 @@ def test_what_cannot_be_taken_apart_is_refused(family: str, name: str, tmp_path:
 
 
 def test_ignored_linears_and_groups_of_their_own_are_told_apart(tmp_path: Path) -> None:
-    """Linears of one joined product in different formats, some by expressions and some not quantized at all."""
+    """Linears of one fused product have different formats, some by regular expression, and some are not quantized."""
     folder = save_tiny_model(tmp_path / "dense", "qwen2", num_hidden_layers=2)
     four, eight = q.compressed(4, 32, symmetric=True), q.int8("channel")
     config = q.compressed_config("mixed-precision", 4, 32)

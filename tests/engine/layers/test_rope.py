@@ -1,4 +1,4 @@
-"""YaRN's frequencies and size against transformers'."""
+"""YaRN and dynamic RoPE tables, and the positions that they allow, against transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_yarn_is_as_in_transformers(theta: float, old: int, given: dict[str, Any
 
 
 def test_dynamic_scaling_is_none_within_the_models_positions(tmp_path: Path) -> None:
-    """Where contexts end."""
+    """Contexts end at max_position, so dynamic scaling never applies."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = AutoConfig.for_model("llama", head_dim=32, max_position_embeddings=512, rope_parameters=rope)
     frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=300)
@@ -51,7 +51,7 @@ def test_dynamic_scaling_is_none_within_the_models_positions(tmp_path: Path) -> 
 
 
 def test_yarn_that_was_added_to_a_file_gives_it_more_positions(tmp_path: Path) -> None:
-    """As Qwen's model cards advise: max_position_embeddings stays what the model was trained with."""
+    """Qwen's model cards advise it: max_position_embeddings stays the trained context length."""
     added = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
     for more, positions in ((added, 2048), (added | {"max_position_embeddings": 4096}, 4096), ({}, 512)):
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen3"} | more))

@@ -1,4 +1,4 @@
-"""Rotations as transformers normalizes what config.json says of them, in all the forms that files have (issue 58)."""
+"""RoPE fields of config.json in all their forms mean what transformers normalizes them to (issue 58)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Folders of adapters that cannot be served: one line that names file and field, and nothing is kept of them."""
+"""Adapter folders that cannot be served are rejected in one line that names file and field, and nothing of them is
+stored.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def without(name: str) -> Callable[[Path], None]:
 
 
 def with_type(kind: str, size: int) -> Callable[[Path], None]:
-    """One tensor more: the model's own, which PEFT saves beside an embedding's adapter, of a type of `size` bytes."""
+    """Add one tensor of a type of `size` bytes: the model's weight, which PEFT saves with an embedding's adapter."""
 
     def change(folder: Path) -> None:
         file = folder / "adapter_model.safetensors"
@@ -74,7 +76,7 @@ def with_type(kind: str, size: int) -> Callable[[Path], None]:
 
 
 def with_shared_bytes(folder: Path) -> None:
-    """The second tensor's numbers are the first one's."""
+    """The second tensor shares the first one's bytes."""
     file = folder / "adapter_model.safetensors"
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -146,8 +148,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_number_is_looked_at(dtype: torch.dtype, folder: Path, spool: AdapterStore, tmp_path: Path) -> None:
-    """The largest numbers are served, beside the last of which nothing larger stands; in files of more than a million
-    numbers too."""
+    """The largest finite numbers are accepted. Files of more than a million numbers are checked throughout."""
     many, file = torch.full((2**20 + 300,), torch.finfo(dtype).max, dtype=dtype), tmp_path / "many.safetensors"
     save_file({"many": many}, file)
     check_finite(file)
@@ -213,7 +214,7 @@ def test_content_is_what_counts(folder: Path, spool: AdapterStore) -> None:
     second = spool.add_adapter("x", str(folder))
     assert second.digest != first.digest
     assert sorted(spool.stored_adapter_digests) == sorted({first.digest, second.digest})
-    assert spool.reopen_stored_adapter("x", first.digest) == first  # as it was, though the folder has changed
+    assert spool.reopen_stored_adapter("x", first.digest) == first  # the stored copy, though the folder has changed
 
 
 def test_scales(folder: Path, model: Path) -> None:
@@ -237,7 +238,7 @@ def test_exclude_modules_and_layers_say_nothing_beside_the_tensors(folder: Path,
 
 
 def test_alpha_of_0_is_0(folder: Path, model: Path) -> None:
-    """A weight of 0 switches an adapter off (issue 58); PEFT's default of 8 is for files that say none."""
+    """An alpha of 0 switches an adapter off (issue 58); PEFT's default of 8 is for files without lora_alpha."""
     modules = adaptable_modules(read_model_config(model))
     with_config(lora_alpha=0)(folder)
     assert {part.scale for part in read_adapter_specs(folder, modules, 16).values()} == {0.0}
@@ -250,7 +251,7 @@ def test_alpha_of_0_is_0(folder: Path, model: Path) -> None:
 def test_own_weights_of_the_model_are_taken_if_they_are_the_models(
     folder: Path, model: Path, tmp_path: Path, module: str, dtype: torch.dtype
 ) -> None:
-    """PEFT saves an embedding beside its adapter: whole, trained or not."""
+    """PEFT saves a whole embedding with its adapter, trained or not."""
     modules, weights = adaptable_modules(read_model_config(model)), load_file(model / "model.safetensors")
     spool = AdapterStore(tmp_path / "own", modules, 16, weights=model)
     (tmp_path / "own").mkdir()

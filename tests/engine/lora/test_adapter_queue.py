@@ -1,4 +1,4 @@
-"""The queue of sequences that wait for adapters: nobody waits for others' adapters, and none waits for ever."""
+"""The adapter queue: no request waits for another request's adapter, and none waits forever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiers import examples
 
 
 class FakeLoader:
-    """Loads that end when they are told to."""
+    """A loader whose loads end when the test calls `end_one`."""
 
     def __init__(self) -> None:
         self.under_way: deque[tuple[int, Adapter]] = deque()
@@ -57,7 +57,9 @@ def request(name: str, adapter: int, tokens: int = 3, limit: int = 4) -> EngineC
 
 
 class Rig:
-    """A scheduler with a fake device and a fake loader. It checks that each row is in its own adapter's slot."""
+    """A scheduler with a fake device and a fake loader. It checks that each scheduled request uses its own adapter's
+    slot.
+    """
 
     def __init__(self, slots: int, seqs: int = 4) -> None:
         self.loader, self.device = FakeLoader(), FakeDevice()
@@ -113,7 +115,7 @@ def test_only_its_own_requests_wait_for_a_load() -> None:
 
 
 def test_a_hot_adapter_makes_room() -> None:
-    """There is always somebody who wants the only slot's adapter; the other's turn comes all the same."""
+    """Requests for the only slot's adapter never stop; the other adapter still gets its turn."""
     rig = Rig(1, seqs=2)
     for number in range(4):
         rig.add(request(f"hot {number}", 1))
@@ -166,8 +168,9 @@ MOVES = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 3), MOVES)
 def test_everything_ends(slots: int, moves: list[tuple[object, ...]]) -> None:
-    """Requests of six adapters, loads and aborts in any order, with preemptions: rows are always in their own
-    adapter's slot, and every request ends once."""
+    """Requests of six adapters, loads and aborts come in any order, with preemptions. Each request uses its own
+    adapter's slot, and ends once.
+    """
     rig = Rig(slots)
     for move in moves:
         if move[0] == "add":

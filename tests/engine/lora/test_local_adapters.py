@@ -1,4 +1,4 @@
-"""The adapters of a program: which copies are kept, and what names one."""
+"""Adapters of an offline program: how long their copies are kept, and how requests name them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny_models import save_tiny_model
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A model's, and those of five adapters."""
+    """A model's folder, and those of five adapters."""
     path = save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
     model = AutoModelForCausalLM.from_pretrained(path)
     return [path, *(save_adapter(path / f"step-{seed}", model, 2, seed=seed) for seed in range(5))]
@@ -32,10 +32,10 @@ def adapters(folders: list[Path]) -> LocalAdapters:
 
 
 def test_copies_go_with_the_last_request_that_has_them(adapters: LocalAdapters, folders: list[Path]) -> None:
-    """A trainer that writes an adapter at every step would fill the disk."""
+    """A trainer that writes an adapter at every step would otherwise fill the disk."""
     kept = Path(adapters._folder.name)
     steps = [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders[1:], 1)]
-    (first,) = adapters.resolve_requests(steps[0], 1)  # as an open request has it
+    (first,) = adapters.resolve_requests(steps[0], 1)  # held as an open request holds it
     assert first is not None
     for step in steps[1:]:
         adapters.resolve_requests(step, 1)

@@ -1,4 +1,4 @@
-"""What adapters make of a model: the tokens and log probabilities of the model into which they are merged."""
+"""LoRA adapters give the tokens and logprobs of the model with the adapter merged into its weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @torch.no_grad()
 def check(merged: torch.nn.Module, prompt: list[int], answer: object, tolerance: float = 1e-4) -> None:
-    """The answer's log probabilities, of prompt and answer, are the merged model's, and its tokens the likeliest."""
+    """Logprobs of prompt and answer equal the merged model's, and each token is the likeliest."""
     ids = torch.tensor([prompt + answer.ids])
     logprobs = torch.log_softmax(merged(ids).logits[0].double(), dim=-1)
     expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
@@ -78,7 +78,7 @@ def test_merged_weights(family: str, tmp_path: Path) -> None:
         merged = model if adapter is None else merge(model, folders[index - 1])
         for at in range(index, 16, len(adapters)):
             check(merged, texts[at], together[f"r{at}"])
-    for request in requests:  # alone, in an engine that has seen nobody else
+    for request in requests:  # alone, in a fresh engine
         alone = run(engine(path), [request])[request.id]
         assert (alone.ids, alone.logprobs) == (together[request.id].ids, together[request.id].logprobs)
         assert alone.prompt_logprobs == together[request.id].prompt_logprobs

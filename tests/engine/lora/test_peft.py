@@ -1,4 +1,4 @@
-"""What PEFT itself writes, and what it computes: where it is installed."""
+"""Adapters that PEFT writes give PEFT's logprobs; skipped if PEFT is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters together with the engine's other capabilities: each request's tokens are those that it has alone."""
+"""LoRA together with the engine's other features: each request's tokens are those that it has alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def adapters(model: Path, folders: list[Path], tmp_path: Path) -> list[Adapter |
 
 
 def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
-    """Greedy ones, which repeat themselves, and drawn ones."""
+    """Greedy requests, which repeat themselves, and sampled ones."""
     found = []
     for index, ids in enumerate(prompts(8)):
         drawn: dict[str, Any] = {"temperature": 0.8 * (index % 2), "max_tokens": 24, "prompt_logprobs": None}
@@ -72,13 +72,13 @@ def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
 def test_the_same_tokens(
     model: Path, adapters: list[Adapter | None], options: dict[str, object], tmp_path: Path
 ) -> None:
-    """Guesses are the model's own, which has no adapter; the draft model is the model itself."""
+    """Drafts come from models without adapters; the draft model is the target model itself."""
     every, method = requests(adapters), options.get("speculative_config")
     if method in ("draft_model", "eagle", "eagle3", "medusa"):
         own = model if method == "draft_model" else made_head(tmp_path / "head", method)[0]
         options = {"speculative_config": {"method": method, "model": str(own), "num_speculative_tokens": 3}}
     guessing = model
-    if method == "mtp":  # the same weights, and a layer more
+    if method == "mtp":  # the same weights, and one more layer
         guessing = save_tiny_mtp(tmp_path / "model", "llama")
         options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
     plain, other = engine(model), engine(guessing, None if method is None else always, **options)
@@ -119,7 +119,7 @@ def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[A
     ids=str,
 )
 def test_few_bits(model: Path, adapters: list[Adapter | None], options: dict[str, object]) -> None:
-    """Alone and in a batch alike, near what float32 says, and rows without an adapter as without any."""
+    """Also close to float32; requests without an adapter get the tokens of an engine without LoRA."""
     every = requests(adapters)
     together, exact = run(engine(model, **options), every), run(engine(model), every)
     for request in every:
@@ -138,14 +138,14 @@ def test_few_bits(model: Path, adapters: list[Adapter | None], options: dict[str
 
 
 def test_no_load_stops_a_stream(model: Path, adapters: list[Adapter | None]) -> None:
-    """It has a token of every step, of those too before which an adapter takes the place of another."""
+    """The stream gets a token in every step, including those before which one adapter replaces another."""
     made, loaded = engine(model, max_loras=1, max_cpu_loras=1), []
     made.add_request(asked("long", prompts(1)[0], None, max_tokens=100, prompt_logprobs=None))
     made.step()
     for at, adapter in enumerate([*adapters[1:], adapters[1]]):
         made.add_request(asked(f"r{at}", [5, 6, 7], adapter, max_tokens=2, prompt_logprobs=None))
         for step in range(8):
-            if step == 1:  # it was asked for; the thread has read it
+            if step == 1:  # the load was requested; wait until the thread has read it
                 made.scheduler._waiting._loader._thread.submit(int).result()
             assert "long" in {output.id for output in made.step()}
             loaded += [name for name, _ in made.last_step_record.adapter_loads]
@@ -193,7 +193,7 @@ def test_offline(model: Path, folders: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_vectors(model: Path, folders: list[Path], tmp_path: Path) -> None:
-    """Those of the model into which the adapter is merged; beside others and alone."""
+    """In a batch and alone."""
     byte_level_tokenizer(CHATML).tokenizer.backend.save(str(model / "tokenizer.json"))
     texts, options = ["a tale", "another one, longer", "x"], {"runner": "pooling", "dtype": "float32"}
     llm = LLM(str(model), enable_lora=True, num_kv_blocks=64, **options)

@@ -1,4 +1,4 @@
-"""Models by transformers' own classes: when they are chosen, what is refused, and that nothing else changes a token."""
+"""Models computed by transformers' own classes: when a class is chosen, what is rejected, and batch invariance."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ LENGTHS = (3, 20, 45, 61)
 
 @pytest.fixture(scope="module")
 def laguna(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A mixture of experts that no file of ours serves."""
+    """A MoE without a family file."""
     path = tmp_path_factory.mktemp("laguna")
     save_tiny_class(path, "laguna")
     return str(path)
@@ -80,7 +80,7 @@ def test_the_class_is_chosen_where_there_is_no_file_and_says_so(laguna: str, tmp
     ],
 )
 def test_a_file_and_a_class_give_the_same_tokens(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Windows, soft caps, sinks, positions in a table, and rotations that the served context chooses."""
+    """Covers windows, soft caps, sinks, a table of positions, and RoPE factors that the served context chooses."""
     path = save_tiny_model(tmp_path, family, **overrides)
     by_file, by_class = engine_of(path), engine_of(path, model_impl="transformers")
     assert "transformers' " in by_class.info.notes[0]
@@ -110,7 +110,7 @@ def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) 
     ids=str,
 )
 def test_no_batch_changes_a_bit(options: dict[str, Any], laguna: str) -> None:
-    """Nor chunks, few pages, which preempt, and cached prefixes."""
+    """Neither do chunks, few KV blocks with preemptions, or cached prefixes."""
     asked = {"temperature": 1.0, "logprobs": 2}
     roomy = engine_of(laguna, max_num_batched_tokens=256, **options)
     wanted = alone(roomy, salt="alone", **asked)
@@ -135,7 +135,7 @@ def test_few_bits_make_the_weights_smaller_and_stay_close(laguna: str) -> None:
 
 
 def test_other_weights_are_checked_and_take_the_place_of_these(laguna: str, tmp_path: Path) -> None:
-    """Their experts are stored one by one and joined by the class's rules."""
+    """The experts are stored one by one, and the class's rules fuse them."""
     shutil.copytree(laguna, tmp_path / "b")
     tensors = {name: tensor * 0.9 for name, tensor in load_file(tmp_path / "b" / "model.safetensors").items()}
     save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
@@ -188,7 +188,7 @@ def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: Path) -> None:
-    """A model of ours beside it; no token changes, and what a model guesses of itself is right."""
+    """With a native model as the other one. No token changes, and a model's drafts for itself are accepted."""
     path = save_tiny_model(tmp_path, "llama")
     served, guesses = (path, laguna) if drafts else (laguna, path)
     for draft in (guesses, served):
@@ -219,7 +219,7 @@ def test_a_class_that_pages_do_not_serve_is_refused_with_the_reason(kind: str, r
 
 
 def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
-    """Llama 4's by its class: what is in one chunk sees all before it."""
+    """Llama 4's class: tokens of one chunk see all tokens before them."""
     save_tiny_class(tmp_path, "llama4_text")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_chunk_size": 64}))
@@ -258,7 +258,7 @@ def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) 
 
 
 def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial at the start finds it: no sequence would have its own numbers beside others."""
+    """The probe at startup detects it: requests in one batch would not have their own positions."""
     from quire.engine.models.transformers_backend import decoder
 
     def counting(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Adapters on models that transformers' classes compute: the numbers of PEFT and of merged weights, and promise 2."""
+"""LoRA on transformers' classes: the numbers of PEFT and of merged weights, and batch invariance (promise 2)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spool(root: Path, serving: Any) -> AdapterStore:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LINEARS)
 def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
-    """Beside others with other adapters and with none; alone, in chunks, behind cached prefixes: the same bits."""
+    """Bitwise equal in a batch with other adapters and with none, alone, in chunks, and after cached prefixes."""
     path = made(tmp_path / "model", kind)
     folders = [
         save_adapter(tmp_path / f"a{rank}", whole(path), rank, targets=LINEARS[kind], seed=rank) for rank in (3, 16)
@@ -61,7 +61,7 @@ def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
     together = run(serving, requests)
     models = [whole(path), *(merge(whole(path), folder) for folder in folders)]
     for i, request in enumerate(requests):
-        if kind != "roberta":  # whose positions begin behind its padding
+        if kind != "roberta":  # roberta's positions begin after its padding
             check(models[i % 3], request.prompt_ids, together[request.id])
     narrow = engine(path, max_num_batched_tokens=16, num_kv_blocks=16)
     for request in requests:
@@ -109,7 +109,7 @@ def test_what_peft_writes_and_computes(tmp_path: Path) -> None:
 
 
 def test_an_llm_serves_them_and_others_are_refused(tmp_path: Path) -> None:
-    """What is of another model, of experts, or of an embedding, by the tensor's name."""
+    """Adapters of other models and of embeddings are rejected by the tensor's name."""
     path = made(tmp_path / "model", "laguna")
     llm = LLM(str(path), num_kv_blocks=32, enable_lora=True, skip_tokenizer_init=True)
     base, params = whole(path), SamplingParams(max_tokens=4, temperature=0)

@@ -1,4 +1,4 @@
-"""Ranks that divide what transformers' classes compute, by the classes' own plans: the tokens of one process."""
+"""Tensor parallelism of transformers' classes, by the classes' own plans, gives the tokens of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 KINDS = ["laguna", "olmo", "mimo_v2_flash", "gemma4_unified_text", "axk1", "hy_v3", "nanochat"]
-"""Experts, soft caps, sinks, heads of several sizes, latents."""
+"""These have experts, soft caps, sinks, heads of several sizes, and MLA."""
 
 
 def made(path: Path, kind: str) -> Path:
@@ -46,7 +46,7 @@ def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
     assert divided.info.deterministic
     found = run(divided, asked())
     assert_same(found, expected)
-    for each in asked():  # promise 2, at this number of ranks
+    for each in asked():  # promise 2 (batch invariance), at this number of ranks
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
         assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
@@ -56,7 +56,9 @@ def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}], ids=str)
 def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
-    """Each rank quantizes its own part."""
+    """LoRA gives the answers of one rank. With quantization, each rank quantizes its own part, and tokens are
+    batch-invariant.
+    """
     path = made(tmp_path / "model", "laguna")
     base = AutoModelForCausalLM.from_pretrained(path)
     folder = save_adapter(tmp_path / "a", base, 8, targets=("q_proj", "o_proj", "lm_head"), seed=5)

@@ -1,4 +1,4 @@
-"""Vectors of decoders against transformers' hidden states, however they are pooled, and whatever shares their steps."""
+"""Embeddings of decoders equal transformers' pooled hidden states, for each pooling type and in any batch."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_dense_modules_follow_the_pooling(tmp_path: Path) -> None:
 
 
 def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> None:
-    """As Qwen3-Embedding and E5-Mistral are: the tensors' names lack `model.`."""
+    """Qwen3-Embedding and E5-Mistral are saved like this: tensor names lack `model.`."""
     whole = save_tiny_model(tmp_path / "whole", "mistral-window")
     AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "body")
     engine = start(tmp_path / "body")

@@ -1,5 +1,6 @@
-"""Every causal language model of transformers that is served comes out as class_support.toml says, and the tables are
-those of this transformers."""
+"""Every causal language model class of transformers has the outcome in class_support.toml, and the tables are those of
+the installed transformers.
+"""
 
 import pytest
 import transformers
@@ -19,7 +20,7 @@ pinned = pytest.mark.skipif(
 def test_class_comes_out_as_the_table_says(kind: str) -> None:
     found, wanted = outcome(kind), recorded()[kind]
     assert (found.by, found.apart) == (wanted.by, wanted.apart)
-    # Whether a small model of it can be made may be a matter of what else is installed.
+    # Whether a small model of the class can be made may depend on other installed packages.
     assert found.reason == wanted.reason or "no small model" in wanted.reason
 
 

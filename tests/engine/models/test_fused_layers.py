@@ -1,4 +1,4 @@
-"""Layers run in one call give the bits of layers run function by function."""
+"""Layers that run in one native call give bitwise the logprobs of layers that run function by function."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_fused_layers_give_the_same_bits(
         pytest.skip("linears of this type are oneDNN's on this machine: no layers are fused")
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(3)
-    # Enough sequences for their pages to be fetched while linears multiply.
+    # Enough sequences that their KV blocks are prefetched while linears multiply.
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40) * 4]
 
     def answers() -> list[tuple[list[int], list[float]]]:

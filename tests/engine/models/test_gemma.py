@@ -1,4 +1,4 @@
-"""Gemma's config.json in the forms that are about: as transformers 5 saves it, as it was published, and abridged."""
+"""Gemma's config.json as transformers 5 saves it, as published, and with omitted fields gives the same spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec_of(path: Path, raw: dict[str, Any]) -> DecoderSpec:
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
 def test_files_of_transformers_4_mean_the_same(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
-    """gemma-3-1b-it's keys: two thetas side by side, a scaling for one of them, no list of layers."""
+    """gemma-3-1b-it's keys: two thetas, a scaling for one of them, and no layer_types."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 13, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 99, "sliding_window": 20}
     old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaling, "sliding_window_pattern": 6}
@@ -55,7 +55,7 @@ def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
 
 
 def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
-    """gemma-3-4b-it's: what equals transformers' defaults is left out, its decoder is a part of it."""
+    """gemma-3-4b-it's config omits transformers' defaults, and its decoder is its text_config."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     spec = spec_of(

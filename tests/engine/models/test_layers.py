@@ -1,5 +1,6 @@
-"""Layers may differ in anything, and a new part needs nothing but its own file: kernels that are there compute it, one
-by one or, on CPUs, all in one call."""
+"""Layers may differ in any size, and a new sublayer needs only its own file: existing kernels compute it, one by one
+or, on CPUs, in one native call.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def skip_without_our_linears() -> None:
 
 
 def unequal(spec: DecoderSpec) -> DecoderSpec:
-    """Heads, their sizes, windows, rotations, norms, biases and feed-forward parts of their own."""
+    """Give each layer its own heads, head sizes, windows, RoPE, norms, biases and MLPs."""
     attention = {
         "head_dim": [16, 32, 64],
         "num_heads": [4, 2, 6],
@@ -67,7 +68,7 @@ def unequal(spec: DecoderSpec) -> DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class GateSpec(SublayerSpec):
-    """A part that is nowhere else: its input times a gate of its own."""
+    """A sublayer that no model has: its input times a gate of its own."""
 
     norm: NormSpec
 
@@ -95,7 +96,7 @@ build_sublayer.register(GateSpec, Gate)
 
 
 def gated(spec: DecoderSpec) -> DecoderSpec:
-    """In one layer before attention, in one between, in the last behind all."""
+    """Put a gate before attention in the first layer, after it in the second, and at the end of the last."""
     gate = GateSpec(NormSpec(1e-5))
     first, second, third = spec.layers
     return replace(spec, layers=((gate, *first), (second[0], gate, second[1]), (*third, gate)))
@@ -103,7 +104,7 @@ def gated(spec: DecoderSpec) -> DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class LeakyRecurrenceSpec(MatrixStateSpec):
-    """A recurrent part that is nowhere else, of one number a channel, without a convolution."""
+    """A recurrent sublayer that no model has, with one number per channel and without a convolution."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -120,7 +121,7 @@ class LeakyRecurrenceSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class LeakyRecurrence(Recurrence):
-    """h = sigmoid(a) h + b. No kernel computes it: the reference does."""
+    """h = sigmoid(a) h + b. It has no kernel, so the reference computes it."""
 
     num_channels: int
 
@@ -168,7 +169,7 @@ build_sublayer.register(LeakyRecurrenceSpec, LeakyMixer)
 
 
 def recurrent(spec: DecoderSpec) -> DecoderSpec:
-    """The first layer has it in attention's place."""
+    """Replace the first layer's attention by a leaky recurrence."""
     part = LeakyRecurrenceSpec(num_heads=2, key_dim=1, value_dim=16, conv_width=1, norm=NormSpec(1e-5))
     return spec.with_mixers([part, *[None] * (spec.num_layers - 1)])
 

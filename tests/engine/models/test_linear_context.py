@@ -1,4 +1,4 @@
-"""Every linear of a layer is told which adapter each of its rows has, on every backend and in the last layer too."""
+"""Every linear of a layer receives the adapter slots of its rows, in the last layer too; on CPUs layers stay fused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINEARS = ("qkv", "out", "gate_up", "down")
 
 
 class Told(ReferenceBackend):
-    """Notes what each linear is told, in the order of the calls."""
+    """Records the context that each linear receives, in call order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""LongRoPE has two sets of factors: which one counts, the served context says and no single request. And Mistral 3's
-text part, out of a checkpoint that sees images."""
+"""The served context, not a single request, chooses LongRoPE's factors. Also covers Mistral 3's text model in a vision
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def check(model: torch.nn.Module, path: Path, length: int, **options: int) -> No
 
 @pytest.mark.parametrize(("length", "options"), [(90, {}), (60, {"max_model_len": 64})])
 def test_the_served_context_chooses_the_factors(length: int, options: dict[str, int], tmp_path: Path) -> None:
-    """transformers takes the long ones for what is longer than the old context, the short ones for the rest."""
+    """transformers takes the long factors for inputs beyond the original context, the short ones for others."""
     path = save_tiny_model(
         tmp_path, "phi3", rope_parameters=LONGROPE | {"original_max_position_embeddings": 64, "factor": None}
     )

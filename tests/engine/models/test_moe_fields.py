@@ -1,4 +1,4 @@
-"""gpt-oss and other mixtures of experts through the engine: MXFP4, promise 2, adapters, drafts, and what is refused."""
+"""gpt-oss and other MoE models: MXFP4, batch invariance (promise 2), adapters, drafts, and rejected configs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(backend: str, tmp_path: Path) ->
     assert made.info.weight_bytes < 0.5 * whole, "experts are read as they are stored"
     if backend == "reference":
         assert found == pytest.approx(wanted, abs=1e-4)
-    else:  # which rounds what 4-bit weights are multiplied with to 8 bits
+    else:  # the CPU backend rounds the activations of 4-bit weights to 8 bits
         assert (found - wanted).abs().mean() < 0.05
 
 

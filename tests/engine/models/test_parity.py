@@ -1,4 +1,4 @@
-"""Numbers against transformers, for every family: greedy tokens of a ragged batch, and log probabilities."""
+"""Greedy tokens of a ragged batch, and logprobs, equal transformers' for every family."""
 
 from pathlib import Path
 
@@ -15,9 +15,10 @@ BACKENDS = ("cpu", "reference")
 LENGTHS = (1, 2, 7, 16, 33, 50, 64, 90)
 NEW_TOKENS = 64
 SCANS = ("mamba-tied", "mamba2-tied", "falcon_mamba", "zamba2", "jamba-dense")
-"""Families whose states amplify rounding. The largest errors of float32 on a Zen 4, transformers' and ours: mamba2-tied
-2.3e-4 and 1.9e-4, mamba-tied 1.6e-4 and 1.2e-4, falcon_mamba 7.2e-5 and 6.7e-5, zamba2 3.7e-5 and 2.2e-4, jamba-dense
-2.0e-5 and 5.1e-5; with the AVX2 kernels zamba2's are 1.7e-4 and 5e-5."""
+"""Families whose recurrent states amplify rounding. The largest float32 errors on a Zen 4, transformers' and Quire's:
+mamba2-tied 2.3e-4 and 1.9e-4, mamba-tied 1.6e-4 and 1.2e-4, falcon_mamba 7.2e-5 and 6.7e-5, zamba2 3.7e-5 and 2.2e-4,
+jamba-dense 2.0e-5 and 5.1e-5; with the AVX2 kernels zamba2's are 1.7e-4 and 5e-5.
+"""
 
 
 def prompts() -> list[list[int]]:
@@ -26,8 +27,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """transformers' greedy tokens, and the log probabilities [tokens, vocab] of every position of prompt + answer, in
-    float64."""
+    """transformers' greedy tokens, and logprobs [tokens, vocab] of all positions of prompt and answer, in float64."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     with torch.inference_mode():
         ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=-1)

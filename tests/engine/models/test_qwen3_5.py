@@ -1,5 +1,6 @@
-"""Qwen3.5's checkpoints as they are published: the text beside an image encoder and a head that guesses tokens, which
-are left unread; and where its delta nets are refused."""
+"""Qwen3.5's checkpoints as published: the tensors of the vision encoder and the MTP head are ignored. Also covers where
+its delta nets are rejected.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.tiny_models import save_tiny_model
 
 
 def published(text: Path, path: Path) -> Path:
-    """The text model of a folder as the text part of one that sees images."""
+    """Save a folder's text model as the text part of a vision model, with MTP tensors."""
     path.mkdir()
     config = json.loads((text / "config.json").read_text())
     part = {"tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {"depth": 1}}

@@ -1,5 +1,6 @@
-"""Families with experts, and Gemma 4: log probabilities against transformers in float64, promise 2, few bits, adapters
-of shared experts, and what config.json may not say."""
+"""MoE families and Gemma 4: logprobs against float64 transformers, batch invariance (promise 2), quantization, LoRA on
+shared experts, and rejected config fields.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
 
     together = engine(path, **settings)
     wanted = answers(together)
-    # Without kernels of ours for this type of weights nothing is recorded: float32 on a processor without AVX-512.
+    # Layers are not recorded without native kernels for this weight type: float32 on a processor without AVX-512.
     is_native = "quantization" in settings or CpuBackend().prefers_native_linear(getattr(torch, settings["dtype"]))
     assert (together.executor._model._recorded_layers[1] is not None) == is_native
     again = run(together, asked)

@@ -1,4 +1,4 @@
-"""AsyncLLM: streams from a process of its own, which may end at any moment."""
+"""Tests `AsyncLLM`: streams of an engine in its own process, which may end at any moment."""
 
 from __future__ import annotations
 

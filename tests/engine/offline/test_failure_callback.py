@@ -1,4 +1,4 @@
-"""What a program hears of an engine that is gone for good, and an LLM whose engine has a process of its own."""
+"""Tests the failure callback of `LLM`, its errors for invalid settings, and an engine that runs in its own process."""
 
 from __future__ import annotations
 

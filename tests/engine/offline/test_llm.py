@@ -1,4 +1,4 @@
-"""The offline API, on the embedded model."""
+"""Tests `LLM` on the embedded model."""
 
 import contextlib
 import gc
@@ -148,7 +148,7 @@ def test_a_chat_s_roles_are_checked(llm: LLM) -> None:
 def test_without_params_the_models_own_are_taken(llm: LLM) -> None:
     defaults = llm.get_default_sampling_params()
     assert (defaults.temperature, defaults.top_p) == (0.7, 0.95)
-    defaults.temperature = 0.0  # the caller's own to change
+    defaults.temperature = 0.0  # a copy, so that the caller may change it
     assert llm.get_default_sampling_params().temperature == 0.7
     assert llm.generate("Once", use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
 
@@ -179,7 +179,7 @@ def test_a_closed_one_says_so_and_holds_no_engine_any_more() -> None:
 
 
 def test_one_that_its_own_thread_finds_to_be_garbage_ends() -> None:
-    """The thread waited for itself, for ever."""
+    """The garbage collector may free the LLM in the engine's own thread, which then waited for itself forever."""
 
     class Trainer:
         def __init__(self) -> None:
@@ -204,14 +204,14 @@ def test_where_one_answer_fails_the_others_are_computed_for_nobody_no_more(llm: 
     others = SamplingParams(max_tokens=900, ignore_eos=True)
     with pytest.raises(EngineError, match="unclosed group"):
         llm.generate(["Once"] * 3, [others, SamplingParams(grammar=Grammar("regex", "(")), others], use_tqdm=False)
-    for _ in range(9):  # turns of the engine's loop
+    for _ in range(9):  # iterations of the engine loop
         llm.reset_prefix_cache()
     assert not llm._client.has_unheld
 
 
 def test_prompts_may_be_the_column_of_a_table(llm: LLM) -> None:
     class Column:
-        """As pandas', whose first row need not be row 0."""
+        """Like a pandas column, whose first row need not have index 0."""
 
         def __len__(self) -> int:
             return 2

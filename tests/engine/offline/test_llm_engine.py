@@ -1,4 +1,4 @@
-"""LLMEngine: requests one by one, and steps; its tokens are those of LLM.generate, which asks for all at once."""
+"""Tests `LLMEngine`, which takes requests singly and runs step by step: its tokens equal those of `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sampled(seed: int, kind: RequestOutputKind) -> SamplingParams:
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_the_loop_of_vllm_gives_the_tokens_of_generate(llm: LLM, kind: RequestOutputKind) -> None:
-    """Alone and beside others, whichever way they are told."""
+    """Each request runs alone in the reference, and together with others here, with every output kind."""
     alone = [llm.generate(prompt, sampled(n, kind), use_tqdm=False)[0].outputs[0] for n, prompt in enumerate(PROMPTS)]
     engine, waiting = llm.llm_engine, list(enumerate(PROMPTS))
     ids: dict[str, list[int]] = {str(n): [] for n, _ in waiting}
@@ -62,7 +62,7 @@ def test_an_aborted_request_is_heard_of_no_more_and_its_id_is_free(llm: LLM) -> 
     assert all(output.request_id == "b" for output in steps(engine))
     engine.add_request("a", PROMPTS[2], SamplingParams(max_tokens=2, ignore_eos=True))
     assert [len(output.outputs[0].token_ids) for output in steps(engine)][-1] == 2
-    for _ in range(3):  # while the one before may still be ending
+    for _ in range(3):  # the request aborted before may still be ending
         engine.add_request("a", PROMPTS[0], long)
         engine.abort_request("a")
         engine.abort_request("a")
@@ -98,7 +98,7 @@ def test_a_request_that_the_engine_fails_is_raised_by_its_step() -> None:
     engine = LLM(dtype="float32", num_kv_blocks=64, threads=1).llm_engine
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
     engine.step()
-    engine._running_engine.close()  # its LLM is gone already: the engine kept it
+    engine._running_engine.close()  # its LLM is unreferenced by now: the engine has kept the running engine alive
     with pytest.raises(EngineError):
         steps(engine)
     assert engine._open_requests == {}

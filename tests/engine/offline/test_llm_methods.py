@@ -1,4 +1,4 @@
-"""What programs written for vLLM ask of an LLM beside answers, each against transformers where it says the same."""
+"""Tests methods of vLLM's `LLM` other than `generate`, against transformers where it has the same function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM: weights given as tensors, sleep, and token ids without a tokenizer."""
+"""Tests `LLM` with weights passed as tensors, with sleep and wake-up, and with token ids without a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=0, igno
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Joined linears with biases, and an embedding that is the head too; no tokenizer."""
+    """A model with fused linears with biases and an embedding tied to the head; it has no tokenizer."""
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama-tied-biased", max_position_embeddings=4096)
 
 
 def changed(folder: Path) -> PreTrainedModel:
-    """The model after what might have been training."""
+    """The model with changed weights, as after training."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -47,12 +47,12 @@ def answer(llm: LLM) -> RequestOutput:
 
 
 def output(llm: LLM) -> CompletionOutput:
-    """What is answered, whatever the weights are called."""
+    """The completion without the versions of its weights."""
     return replace(answer(llm).outputs[0], weights_versions=[])
 
 
 def farthest(model: PreTrainedModel, generation: RequestOutput) -> float:
-    """The largest difference between transformers' log probabilities and those that came with the tokens."""
+    """The largest absolute difference between transformers' logprobs and those of the generated tokens."""
     (output,) = generation.outputs
     assert output.logprobs is not None
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_sleep(folder: Path, tmp_path: Path) -> None:
     llm.sleep()
     with pytest.raises(ConfigError, match="in no file"):
         llm.wake_up()
-    llm.load_weights(model.state_dict().items())  # which wakes it
+    llm.load_weights(model.state_dict().items())  # also wakes the engine
     assert output(llm) == new
     with pytest.raises(ModelError, match="lack"):
         llm.load_weights([])
@@ -149,15 +149,15 @@ def test_sleep(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_folder_of_an_update_may_be_gone_when_others_come(folder: Path, tmp_path: Path) -> None:
-    """It was asked for again, so that no weights could be loaded any more."""
+    """The folder of the last update was read again, so that no weights could be loaded once it was deleted."""
     llm, model = open_llm(folder), changed(folder)
     shutil.copytree(folder, tmp_path / "step-1")
     llm.update_weights(tmp_path / "step-1")
     shutil.rmtree(tmp_path / "step-1")
-    with pytest.raises(ModelError, match="lack"):  # not that the folder is gone
+    with pytest.raises(ModelError, match="lack"):  # and no error about the deleted folder
         llm.load_weights([])
     assert llm.is_sleeping(), "the weights before are nowhere any more"
-    llm.load_weights(model.state_dict())  # the dict itself is taken too
+    llm.load_weights(model.state_dict())  # a dict is accepted as well as its items
     assert farthest(model, answer(llm)) < 1e-4
     llm.close()
 
@@ -184,7 +184,7 @@ def test_ids_without_a_tokenizer(folder: Path) -> None:
 
 
 def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None:
-    """A model with more rows than its tokenizer has tokens, as those whose rows were padded."""
+    """The model's embedding has more rows than its tokenizer has tokens, as embeddings with padded rows have."""
     from quire.engine.common.config import DEMO_MODEL
 
     size = 4096 + 64

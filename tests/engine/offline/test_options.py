@@ -1,4 +1,6 @@
-"""The options that programs give are EngineConfig's, for type checkers, for help() and for completion alike."""
+"""Tests that `LLM`, `AsyncLLM` and `EngineArgs` show type checkers, `help()` and completion the options of
+`EngineConfig`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ text: int = llm.generate("a")[0].outputs[0].text
 
 
 def kinds(annotation: Any) -> set[Any]:
-    """The types of a union, a list's as what it is a list of."""
+    """The types of a union; a list counts as the type of its items."""
     if get_origin(annotation) in (Union, UnionType):
         return {kind for part in get_args(annotation) for kind in kinds(part)}
     return {get_args(annotation)[0] if get_origin(annotation) is list else annotation}

@@ -1,4 +1,4 @@
-"""Parameters of programs: what they refuse, with what to write instead, and what the engine gets of them."""
+"""Tests the parameter classes: what they reject, what the error suggests instead, and what the engine receives."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_stop_string_is_one_string_however_it_is_given(stop: str | list[str] |
 
 
 def test_numbers_may_be_numpys_and_torchs() -> None:
-    """As those of a sweep's np.linspace, or of rng.integers."""
+    """Such numbers come from a sweep's `np.linspace` or from `rng.integers`."""
     numbers = {"temperature": np.float64(0.5), "top_p": torch.tensor(0.5), "seed": np.int64(7), "n": np.int32(2)}
     lists = {"stop_token_ids": np.array([3, 4]), "allowed_token_ids": [np.int64(5)], "logit_bias": {np.int64(5): 1.0}}
     sent = SamplingParams(**numbers, **lists, truncate_prompt_tokens=np.int64(9)).as_sent()

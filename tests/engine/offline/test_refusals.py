@@ -1,4 +1,6 @@
-"""What `LLM` refuses before it loads weights, and what it says of choices that one might not expect (issue 58)."""
+"""Tests what `LLM` rejects before it loads weights, and what it logs about choices that a user might not expect (issue
+58).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.tiny_models import save_tiny_model
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Its weights lack a tensor: who loads them fails."""
+    """A model whose weights lack a tensor, so that loading them fails."""
     path = save_tiny_model(tmp_path, "llama", max_position_embeddings=1_000_000)
     tensors = load_file(path / "model.safetensors")
     del tensors["model.norm.weight"]

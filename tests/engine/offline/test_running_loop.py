@@ -1,4 +1,4 @@
-"""`LLM` where an event loop runs already, as in a notebook's cells."""
+"""Tests `LLM` inside a running event loop, as in the cells of a notebook."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Programs in the way of vLLM's offline examples, of which only the import line is another.
+"""Tests programs in the form of vLLM's offline examples, with only the import line changed.
 
-Their names there: basic/basic.py, basic/generate.py, basic/chat.py, structured_outputs.py, prefix_caching.py,
-basic/embed.py, basic/classify.py, basic/score.py, llm_engine_example.py and async_llm_streaming.py. Each is a function
-here that does with the API what the example does, on tiny models and with texts of our own.
+Their names in vLLM: basic/basic.py, basic/generate.py, basic/chat.py, structured_outputs.py, prefix_caching.py,
+basic/embed.py, basic/classify.py, basic/score.py, llm_engine_example.py and async_llm_streaming.py. Each function here
+uses the API as its example does, on tiny models and with other texts.
 """
 
 from __future__ import annotations

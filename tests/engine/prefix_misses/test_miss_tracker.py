@@ -1,5 +1,8 @@
-"""What is said of prompts that were not found in the cache. The engine here is a list of steps: what it found cached is
-what the test says, so that every reason can be had alone; the real one is in tests/engine/test_misses.py."""
+"""Tests what is reported about prompt tokens that were not found in the prefix cache.
+
+Each test feeds the tracker a list of steps and says how many tokens were found cached, so that it can produce every
+reason alone. tests/engine/test_misses.py uses a real engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ UNIT, ROOM = 16, 10_000
 
 
 class Played:
-    """Misses that are told of one request after another, each computed in one step of a second."""
+    """A miss tracker that gets one request after the other, each computed in one step of one second."""
 
     def __init__(self, **options: int) -> None:
         self.misses = PrefixMissTracker(2, **options)
@@ -206,7 +209,7 @@ def test_choices_of_one_call_are_one_turn() -> None:
 
 
 def test_a_first_prompt_that_is_asked_again_is_a_first_turn() -> None:
-    """Two people who send the same first message, and one who asks for another answer."""
+    """Two users may send the same first message, and one user may ask for another answer."""
     played = Played()
     first, answer, more = text(1, 100), text(2, 40), text(3, 30)
     played.ask(first, answer=answer)
@@ -228,7 +231,7 @@ def test_a_first_prompt_behind_another_date_is_a_first_turn() -> None:
 
 
 def test_an_answer_is_no_end_of_a_prompt() -> None:
-    """A prompt that ends where an earlier answer ended continues the conversation: it is its next turn."""
+    """A prompt that ends where an earlier answer ended is the next turn of that conversation."""
     played = Played()
     prompt, thoughts, answer = text(1, 150), text(2, 100), text(3, 120)
     played.ask(prompt, answer=[*thoughts, *answer])
@@ -322,8 +325,9 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(max_examples=examples(100), deadline=None)
 def test_never_more_is_missed_than_was_computed(steps: list[tuple[int, int, int, int, int]]) -> None:
-    """Whatever is asked in whatever order: missed tokens are a part of those that were computed, the sums are whole,
-    and the tree's order of use holds (it asserts so while it forgets)."""
+    """For any requests in any order: missed tokens are among the computed ones, all counts are positive, and the tree's
+    usage order holds (the tracker asserts this when it evicts).
+    """
     played = Played(max_tenant_bytes=20_000, max_total_bytes=40_000)
     for seed, count, tenant, cached, answer in steps:
         prompt = text(seed, count)[: count // 2] + text(seed + (count % 3), count) + [3]

@@ -1,4 +1,6 @@
-"""The last turns that are remembered keep to their bounds, whoever has them."""
+"""Tests that the remembered last turns are found by session and stay within their memory bounds per tenant and in
+total.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that we start gets its configuration, and ends when it is told to, whatever it does."""
+"""Tests that a child process gets its configuration and ends when it is told to, whatever it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores ranks get, on machines that are folders."""
+"""Tests which CPU cores ranks get, on machines described by folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def machine(root: Path, *nodes: str) -> Path:
         (["0-1", "2-3"], 4, [{0, 1}, {0, 1}, {2, 3}, {2, 3}]),
         (["0", "1", "2", "3"], 2, [{0, 1}, {2, 3}]),
         (["0-1", "2-3", "4-5"], 2, [{0, 1}, {2, 3, 4, 5}]),
-        (["0-1", "", "2-3"], 2, [{0, 1}, {2, 3}]),  # a node of memory alone
+        (["0-1", "", "2-3"], 2, [{0, 1}, {2, 3}]),  # a node with memory but no cores
         (["0-7"], 2, None),
         ([], 2, None),
         (["0-3", "4-7"], 1, None),

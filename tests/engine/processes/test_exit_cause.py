@@ -1,4 +1,4 @@
-"""Why an engine ended: the decision itself, and the facts that it is based on, taken from real processes."""
+"""Tests why an engine ended: the decision itself, and the facts behind it, taken from real processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ os._exit(3)
 def run_until_dead(act: str, number: int | None = None) -> tuple[int, list[object]]:
     """Run a process that executes the statement `act`, and send it the signal `number` if one is given.
 
-    Returns its return code and all messages on its heartbeat pipe but the heartbeats themselves.
+    Returns its return code and all messages of its heartbeat pipe except the heartbeats themselves.
     """
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(act=act), str(writer)], pass_fds=(writer,))
@@ -117,7 +117,7 @@ def test_progress_outside_of_steps_does_not_look_like_a_step_that_hangs() -> Non
 
 
 def write_fake_proc(root: Path, *threads: tuple[float, str]) -> Path:
-    """Write /proc of a process 1 below `root`. By thread: seconds it has waited for a processor, and its state."""
+    """Write a fake /proc of process 1 below `root`; `threads` are (seconds waited for a CPU, state letter)."""
     for index, (waited, letter) in enumerate(threads):
         task = root / "1" / "task" / str(index)
         task.mkdir(parents=True, exist_ok=True)
@@ -178,9 +178,9 @@ def test_without_proc_the_clock_shows_wall_clock_time(tmp_path: Path) -> None:
 
 @LINUX
 def test_a_starved_process_is_distinguished_from_a_hung_one() -> None:
-    """Compare a process that gets almost no processor time, because two others use it up, with one that waits for ever.
+    """Compare a process that gets almost no CPU time, because two others use it up, with one that waits forever.
 
-    Wall-clock time alone cannot distinguish the two; the clock must.
+    Wall-clock time cannot distinguish the two; the clock must.
     """
     cpu = min(os.sched_getaffinity(0))
     spin = "import os; os.sched_setaffinity(0, {%d}); os.nice(%d)\nwhile True: pass"
@@ -197,7 +197,7 @@ def test_a_starved_process_is_distinguished_from_a_hung_one() -> None:
             pytest.skip("the kernel keeps no such statistics")
         clocks = {starved: RunnableClock(starved.pid), waiting: RunnableClock(waiting.pid)}
         last = time.monotonic()
-        while clocks[waiting].seconds - clocks[starved].seconds < 1.0:  # bounded by pytest's own limit
+        while clocks[waiting].seconds - clocks[starved].seconds < 1.0:  # bounded by pytest's timeout
             time.sleep(0.05)
             now = time.monotonic()
             for clock in clocks.values():

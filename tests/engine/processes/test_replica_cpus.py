@@ -1,4 +1,4 @@
-"""Threads are as many as the CPUs that a process may use: quotas of control groups count (issue 58)."""
+"""Tests that the number of threads follows the CPUs a process may use, cgroup quotas included (issue 58)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A socket between two processes, whose messages all wait before the first is received."""
+"""Tests that a socket with many waiting messages lets the event loop's other tasks run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNT = 5 * MOST_IN_TURN
 
 
 async def turns_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> int:
-    """The turns that others have while COUNT waiting messages are received, each of which takes so long."""
+    """Count how often another task runs while COUNT waiting messages are received, each of which takes `seconds`."""
     now = 0.0
     monkeypatch.setattr(clock, "monotonic", lambda: now)
     wire, sender = Wire(zmq.PAIR), zmq.Context.instance().socket(zmq.PAIR)
@@ -44,10 +44,12 @@ async def turns_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds
 
 
 async def test_short_messages_share_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewest = COUNT // MOST_IN_TURN - 1  # none has to follow the last message
+    fewest = COUNT // MOST_IN_TURN - 1  # no switch has to follow the last message
     assert fewest <= await turns_of_others(tmp_path, monkeypatch, 0.0) <= 2 * fewest
 
 
 async def test_messages_that_take_long_end_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/e2e/test_hostile_bodies.py, 16 beam searches: 16 messages of 8 ms each held the event loop for 0.13 s."""
+    """In tests/e2e/test_hostile_bodies.py with 16 beam searches, 16 messages of 8 ms each held the event loop for 0.13
+    s.
+    """
     assert await turns_of_others(tmp_path, monkeypatch, 0.6 * LONGEST_TURN) >= COUNT // 3

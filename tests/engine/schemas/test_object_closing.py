@@ -1,4 +1,4 @@
-"""Objects of a schema without additionalProperties, and what may be in them."""
+"""Tests which properties `close_objects` allows in objects of schemas that lack additionalProperties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PETS = {
 
 
 def having(*names: str, **more: Any) -> dict[str, Any]:
-    """An object with these properties, all of them integers."""
+    """A schema of an object with these properties, all of them integers."""
     return {"type": "object", "properties": dict.fromkeys(names, INTEGER), **more}
 
 
@@ -123,7 +123,7 @@ TABLE: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "not": (having("a", **{"not": {"required": ["b"]}}), [{"a": 1}], [{"a": 1, "c": 1}]),
     "not, which needs another": (having("a", **{"not": {"properties": {"b": INTEGER}}}), [{"b": "x"}], [{"c": 1}]),
 }
-"""Of each schema: what it allows, and what it does not."""
+"""By name: a schema, values that its closed form accepts, and values that it rejects."""
 OPEN: dict[str, tuple[Any, Any]] = {
     "more properties than are named": (having("a", minProperties=2), {"a": 1, "b": 2}),
     "a condition that counts": (having("a", **{"not": {"maxProperties": 1}}), {"a": 1, "b": 2}),
@@ -143,7 +143,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
         {"other": 1},
     ),
 }
-"""Schemas of which it cannot be decided, and what they still allow."""
+"""Schemas of objects that cannot be closed safely, and a value that they must still accept."""
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -152,7 +152,7 @@ def test_an_object_is_closed_by_what_is_said_of_it(name: str) -> None:
     before = json.dumps(schema)
     found = close_objects(schema)
     assert not found.open_objects
-    assert json.dumps(schema) == before  # it is the caller's
+    assert json.dumps(schema) == before  # the caller's schema is not changed
     validator = Draft202012Validator(found.schema)
     assert [one for one in good if not validator.is_valid(one)] == []
     assert [one for one in bad if validator.is_valid(one)] == []
@@ -194,7 +194,7 @@ NAMES = ("a", "b", "c", "d")
 
 @st.composite
 def schemas(draw: st.DrawFn, depth: int = 3) -> dict[str, Any]:
-    """A schema of objects, lists and integers, merged in the ways that there are."""
+    """A schema of objects, lists and integers, combined by every supported keyword."""
     if depth == 0 or draw(st.integers(0, 5)) == 0:
         return draw(st.sampled_from([INTEGER, {"type": "string"}, {}, {"$ref": "#/$defs/one"}]))
     inner = schemas(depth - 1)
@@ -240,7 +240,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def instances(draw: st.DrawFn, document: dict[str, Any], together: list[Any], depth: int = 4) -> Any:
-    """A value that has no property but those that the schemas name, with one branch of each choice."""
+    """A value with only properties that the schemas name, for one branch of each alternative."""
     plain, waiting, seen, chosen = [], list(together), set(), []
     while waiting:
         one = waiting.pop()
@@ -254,7 +254,7 @@ def instances(draw: st.DrawFn, document: dict[str, Any], together: list[Any], de
         chosen += [draw(st.sampled_from(one[name])) for name in ("anyOf", "oneOf") if name in one]
         waiting += chosen
     value = draw(values(document, plain, depth))
-    for one in chosen:  # else the value may be allowed by another branch, for which its names are extra
+    for one in chosen:  # otherwise another branch may accept the value, to which its names are extra
         whole = {**one, "$defs": document["$defs"]} if isinstance(one, dict) else one
         assume(Draft202012Validator(whole).is_valid(value))
     return value
@@ -262,7 +262,7 @@ def instances(draw: st.DrawFn, document: dict[str, Any], together: list[Any], de
 
 @st.composite
 def values(draw: st.DrawFn, document: dict[str, Any], plain: list[Any], depth: int) -> Any:
-    """A value of all these schemas, without what they lead to."""
+    """A value valid under all of these schemas, without following their references and alternatives."""
     kinds = [one["type"] for one in plain if isinstance(one.get("type"), str)]
     for kind, value in (("integer", 1), ("string", "s")):
         if kind in kinds:
@@ -298,7 +298,7 @@ def test_closing_allows_what_was_allowed_without_extra_names(data: st.DataObject
         value = data.draw(instances(document, [document]))
         if not Draft202012Validator(document).is_valid(value):
             return
-    except RecursionError:  # a definition that is itself
+    except RecursionError:  # a definition that refers to itself
         return
     found = close_objects(document)
     assert Draft202012Validator(found.schema).is_valid(value), json.dumps([document, found.schema, value])

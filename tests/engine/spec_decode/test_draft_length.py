@@ -1,4 +1,4 @@
-"""How many guesses are tried, against every other choice."""
+"""Tests the chosen draft lengths against every other choice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_costs_lie_on_the_line_between_what_was_measured() -> None:
 
 
 class Six(Drafter):
-    """Six guesses, always."""
+    """Always proposes six draft tokens."""
 
     def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return [Draft([1] * min(6, most)) for _, most in asked]

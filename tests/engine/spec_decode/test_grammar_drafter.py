@@ -1,4 +1,4 @@
-"""What a grammar forces, on the embedded model's own tokens."""
+"""Tests draft tokens that a grammar forces, with the embedded model's tokenizer."""
 
 from __future__ import annotations
 

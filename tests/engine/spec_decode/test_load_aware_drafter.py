@@ -1,4 +1,4 @@
-"""Who is looked at, by what a step costs."""
+"""Tests which requests are drafted, given the cost of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEAR = StepCosts((1, 128), (1.0, 128.0))
 
 
 class Noted(Drafter):
-    """Guesses one token of each sequence, and notes whom it was asked about."""
+    """Drafts one token for each request, and records which requests it was asked about."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
@@ -35,7 +35,10 @@ def sequences(count: int, grammar: Grammar | None = None) -> list[Request]:
 
 
 def looked_at(drafter: LoadAwareDrafter, noted: Noted, seqs: list[Request]) -> list[str]:
-    """Of one step, in which nothing is accepted; what is guessed belongs to the right sequence."""
+    """Run one step in which no draft is accepted; return the ids of the drafted requests.
+
+    Asserts that each draft belongs to its request.
+    """
     noted.asked = [[]]
     guesses = drafter.propose([(seq, 9) for seq in seqs], len(seqs))
     looked = noted.asked[-1]

@@ -1,4 +1,4 @@
-"""What is looked up, against a search of the whole text."""
+"""Tests the n-gram drafters against a search of the whole text."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def sequence(tokens: list[int], name: str = "a", salt: str = "", prompt: int | N
 
 
 def searched(text: list[int], least: int) -> tuple[int, int] | None:
-    """The latest of the last few places that follow the longest run of the tokens at the end of `text`, and how many
-    tokens it matches."""
+    """The longest match at the end of `text`, as the number of matched tokens and the place that follows it.
+
+    Only the latest MAX_CANDIDATES places that follow the longest n-gram at the end of `text` count.
+    """
     for gram in sorted({least, *(each for each in NGRAM_LENGTHS if each > least)}, reverse=True):
         places = [at for at in range(gram, len(text)) if text[at - gram : at] == text[-gram:]][-MAX_CANDIDATES:]
         found = []
@@ -62,7 +64,7 @@ def test_the_longest_match_is_found_while_a_text_grows(begin: list[int], more: l
             assert drafts == []
         else:
             length, at = wanted
-            assert drafts == (seq.token_ids[at:] * 5)[:5]  # a text that ends before goes on as from the place
+            assert drafts == (seq.token_ids[at:] * 5)[:5]  # a text that is too short repeats from the match
             assert {1 << kind - 1 <= length < 1 << kind for kind in kinds} == {True}
             assert len(kinds) == len(drafts)
         if token is not None:

@@ -1,4 +1,4 @@
-"""Guesses that are made token by token end where one more would not pay."""
+"""Tests that drafts made token by token end where one more token would not pay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN = StepCosts((1, 64), (0.05, 0.1))
 
 
 class Says(TokenwiseDrafter):
-    """Holds its tokens, one of each sequence after the other, as likely as it is told to."""
+    """Drafts the same token always, with probabilities given by request and position."""
 
     def __init__(self, *chances: Sequence[float]) -> None:
         self._chances = chances
@@ -59,7 +59,7 @@ def test_nothing_is_asked_for_that_costs_more_than_it_can_bring() -> None:
 
 
 def test_what_a_drafter_says_of_itself_is_believed_as_far_as_it_was_true() -> None:
-    """For all sequences: one has learnt it, another goes by it."""
+    """What one request teaches applies to all of them."""
     seq, other = sequence([1]), sequence([2])
     drafter = AdaptiveLengthDrafter(AdaptiveTokenwiseDrafter(Says([0.95] * 9), 8, COSTS, OWN), 8, COSTS)
     assert len(drafter.propose([(other, 8)], 1)[0].token_ids) > 4

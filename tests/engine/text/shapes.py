@@ -1,4 +1,4 @@
-"""Shapes of conversations that agents send, and chat templates in the ways of the main families."""
+"""Shapes of conversations that agents send, and chat templates in the style of the main model families."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Message = dict[str, Any]
 HARD = '"é\n日 \\'
-"""Characters that JSON escapes, in the middle of texts."""
+"""Characters that JSON escapes, placed inside texts."""
 TOOLS = [
     {
         "type": "function",
@@ -27,7 +27,7 @@ OPENAI, ANTHROPIC = "call_YbT3kq0aZ9xxkJwq1sbbQ0ab", "toolu_01A09q90qw90lq917835
 class Talk:
     messages: list[Message]
     texts: tuple[str, ...]
-    """That the prompt must show."""
+    """Texts that the prompt must show."""
     tools: list[Any] | None = None
 
 
@@ -62,7 +62,7 @@ def result(id: str, text: Any) -> Message:
 
 
 def refused(arguments: str) -> list[Message]:
-    """A turn whose call has such arguments."""
+    """A turn with a tool call of these arguments, and its result."""
     return [user("hi"), called(call(FIRST, "", arguments)), result(FIRST, "RESA"), user("go")]
 
 
@@ -287,12 +287,12 @@ TEMPLATES: dict[str, str] = {
         "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% elif m.role == 'tool' %}[RESULTS]{{ m.content }}"
         "{% else %}{{ raise_exception('role') }}{% endif %}{% endfor %}"
     ),
-    "tools_are_a_list": (  # a template for conversations with tools alone
+    "tools_are_a_list": (  # works only for conversations with tools
         "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties.p.description }}){% endfor %}"
         + _LOOP + "<{{ m.role }}>{{ m.content }}" + _EACH_CALL + "</s>{% endfor %}" + _END
     ),
-    "parts": (  # of models that see
+    "parts": (  # of vision models
         _LOOP + "<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}" + _END
     ),
 }  # fmt: skip
-"""By what is their own."""
+"""Chat templates by their distinguishing property."""

@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, and messages that a template refuses raise InvalidRequest."""
+"""Tests that chat templates render as in transformers, and that messages a template rejects raise InvalidRequest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def renderer(template: str) -> ChatRenderer:
 
 
 def transformers_text(template: str, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str | None:
-    """What transformers renders; None when the template refuses the messages."""
+    """The text that transformers renders, or None if the template rejects the messages."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -63,7 +63,7 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
         for tools in (None, TOOLS) if ours.capabilities.shows_tools else (None,):
             for add_generation_prompt in (True, False):
                 expected = transformers_text(template, messages, tools, add_generation_prompt)
-                if expected is None:  # it is adapted: see test_conversations.py
+                if expected is None:  # the conversation is adapted: see test_conversations.py
                     text = ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
                     assert all(message["content"].strip() in text for message in messages)
                 else:
@@ -134,7 +134,7 @@ def test_the_tool_template_is_used_with_tools() -> None:
 
 
 def test_tools_without_a_description_have_an_empty_one_where_the_template_needs_some() -> None:
-    """gpt-oss' template adds it to a text, whatever it is."""
+    """gpt-oss's template concatenates the description with a string, even if there is none."""
     tool = {"type": "function", "function": {"name": "clock"}}
     needs = "{% for t in tools or [] %}{{ t.function.name + ': ' + t.function.description + '\n' }}{% endfor %}"
     shows = "{{ tools | tojson }}{{ messages[0].content }}"

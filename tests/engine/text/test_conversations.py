@@ -1,4 +1,6 @@
-"""Conversations of any shape through chat templates: no text is lost, prompts grow at their end, authority stays."""
+"""Tests conversations of many shapes with chat templates: no text is lost, longer prompts extend shorter ones, and no
+text of a user or tool becomes a system message.
+"""
 
 from __future__ import annotations
 
@@ -85,9 +87,9 @@ def test_a_shape_that_the_template_takes_renders_as_it_did(name: str) -> None:
             continue
         places = [plain.find(text) for text in talk.texts]
         whole = -1 not in places and places[1:] == sorted(places[1:])
-        if whole and (name, shape) not in [("harmony", "rounds")]:  # it drops the text as soon as an answer follows
+        if whole and (name, shape) not in [("harmony", "rounds")]:  # drops the text once an answer follows
             made = ours.render_conversation(talk.messages, tools=talk.tools)
-            if made.text != plain:  # a system message that the template shows elsewhere
+            if made.text != plain:  # the template moves a system message
                 assert any("system" in each.label for each in made.adaptations), shape
 
 
@@ -108,7 +110,7 @@ MESSAGES: dict[str, list[Message]] = {
 
 
 def talk_of(kinds: list[str]) -> list[Message]:
-    """A conversation of such messages, each text of its own."""
+    """A conversation of these kinds of messages, each with a text of its own."""
     talk = []
     for number, kind in enumerate(kinds):
         for message in MESSAGES[kind]:
@@ -124,8 +126,9 @@ def talk_of(kinds: list[str]) -> list[Message]:
     st.lists(st.sampled_from(sorted(MESSAGES)), min_size=1, max_size=9),
 )
 def test_a_longer_conversation_begins_with_the_prompt_of_a_shorter_one(name: str, kinds: list[str]) -> None:
-    """At each place where an answer may be asked for: behind a user's message, before an assistant's. The one template
-    that puts the system message elsewhere with every turn is left out."""
+    """Holds at each place where an answer may be requested: after a user's message, before an assistant's. The one
+    template that moves the system message with every turn is left out.
+    """
     ours, talk = RENDERERS[name], talk_of(kinds)
     asked = next((place for place, message in enumerate(talk) if message["role"] == "user"), len(talk))
     ends = [
@@ -156,7 +159,7 @@ def test_no_user_s_and_no_tool_s_text_becomes_a_system_message(known: str, kinds
 
 
 def knowing(*roles: str) -> ChatRenderer:
-    """A renderer of a template that refuses all other roles."""
+    """A renderer of a template that rejects all other roles."""
     check = f"{{% for m in messages %}}{{% if m.role not in {list(roles)} %}}{{{{ raise_exception(m.role) }}}}"
     return renderer(check + "{% endif %}{% endfor %}" + ROLES)
 

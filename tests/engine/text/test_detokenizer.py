@@ -1,4 +1,6 @@
-"""Streamed text equals decoded text; stop strings end it in the same place however ids are split, and never show."""
+"""Tests that streamed text equals decoded text, and that stop strings end it at the same place, and never show, however
+the token ids are split.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SPLITS = st.lists(st.integers(1, 4), max_size=60)
 
 
 def stream(ids: Sequence[int], text: IncrementalDetokenizer, sizes: Sequence[int] = ()) -> str:
-    """Push ids in groups of these sizes, then one by one; returns the concatenated text."""
+    """Push `ids` in groups of these sizes, then one by one; returns the concatenated text."""
     deltas, at = [], 0
     for size in [*sizes, *[1] * len(ids)]:
         delta = text.push_tokens(ids[at : at + size])
@@ -187,7 +189,9 @@ def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("character", ["é", "€", "\U0001f600"])
 @pytest.mark.parametrize("rest", ["", "z"])
 def test_character_that_the_prompt_begins_is_completed(scheme: str, character: str, rest: str) -> None:
-    """The prompt ends inside a character: what completes it gives the whole of it, and no U+FFFD (issue 58)."""
+    """The prompt ends inside a character: the tokens that complete it yield the whole character and no U+FFFD (issue
+    58).
+    """
     tokenizer = (sentence_piece_tokenizer() if scheme == "sentence_piece" else byte_level_tokenizer()).tokenizer
     ids, before, behind = (
         tokenizer.encode(text, add_special_tokens=False) for text in (f"b{character}", "b", f"b{rest}")

@@ -1,4 +1,4 @@
-"""The tokens that end an answer are one set: for the engine, beams, grammars and drafts (issue 58)."""
+"""Tests that the engine, beam search, grammars and drafters share one set of EOS token ids (issue 58)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ THOUGHTS = (
 
 
 def save(folder: Path, *, added: tuple[str, ...], template: str | None = None, **files: object) -> Path:
-    """A folder with a byte-level tokenizer and the special tokens `added` from id 256 on; files: by their stems."""
+    """A folder with a byte-level tokenizer and the special tokens `added` from id 256 on; `files` are JSON by file
+    stem.
+    """
     folder.mkdir(exist_ok=True)
     tokens = [{"id": 256 + index, "content": token, "special": True} for index, token in enumerate(added)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -50,7 +52,7 @@ def save(folder: Path, *, added: tuple[str, ...], template: str | None = None, *
 
 
 def ends(folder: Path) -> set[int]:
-    """What the engine and the tokenizer say, which must be the same."""
+    """The EOS ids of the model configuration; asserts that the tokenizer has the same."""
     said = read_model_config(folder).eos_token_ids
     assert Tokenizer.from_pretrained(folder).eos_token_ids == said
     return set(said)
@@ -76,7 +78,7 @@ def test_every_file_may_name_an_end(tmp_path: Path, files: dict[str, object], ex
 
 
 def test_outer_and_inner_config_are_read(tmp_path: Path) -> None:
-    """Gemma 3's config.json names the end of a turn outside of text_config, and the end of a text inside."""
+    """Gemma 3's config.json names the end of a turn outside text_config, and the end of a text inside."""
     inner = {"model_type": "gemma3_text", **tiny_models.SHAPE, "eos_token_id": 1, "head_dim": 16, "sliding_window": 64}
     outer = {"model_type": "gemma3", "text_config": inner, "eos_token_id": [1, 106]}
     assert ends(save(tmp_path, added=(), config=outer)) == {1, 106}
@@ -101,7 +103,7 @@ def test_end_of_turn_of_chat_template(tmp_path: Path, template: str, expected: s
 
 
 def test_token_before_a_known_end_is_no_end(tmp_path: Path) -> None:
-    """Cohere's answers end in `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`."""
+    """Cohere's answers end with `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`."""
     template = "{% for m in messages %}{{ m.content }}<|im_end|><|endoftext|>{% endfor %}"
     known = {"tokenizer_config": {"eos_token": "<|endoftext|>"}}
     assert ends(save(tmp_path, added=("<|endoftext|>", "<|im_end|>"), template=template, **known)) == {EOS}
@@ -109,7 +111,7 @@ def test_token_before_a_known_end_is_no_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", [HARMONY, ALWAYS_END, THOUGHTS])
 def test_end_of_a_message_inside_an_answer_is_no_end(tmp_path: Path, template: str) -> None:
-    """gpt-oss ends every channel's message with `<|end|>`, and goes on with the next channel."""
+    """gpt-oss ends every channel's message with `<|end|>` and continues with the next channel."""
     added = ("<|return|>", "<|end|>", "<|call|>")
     files = {"tokenizer_config": {"eos_token": "<|return|>"}}
     assert ends(save(tmp_path, added=added, template=template, **files)) == {EOS}

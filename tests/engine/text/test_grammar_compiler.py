@@ -1,4 +1,6 @@
-"""Answers that must match a grammar are valid and end where it says, whatever else is requested or running."""
+"""Tests that outputs constrained by a grammar are valid and end where the grammar ends, whatever else is requested or
+runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 EOS = [258, 256]
-"""The tokenizer's `<|im_end|>`, and a second id that only the configuration names."""
+"""The tokenizer's `<|im_end|>`, and a second id that only the model configuration names."""
 PERSON = {
     "type": "object",
     "properties": {
@@ -76,7 +78,7 @@ def text(answer: Answer, tokenizer: Named | None = None) -> str:
 
 
 class RandomSchema:
-    """Generates a JSON schema from a seed, with only what llguidance supports."""
+    """Generates a JSON schema from a seed, with only the keywords that llguidance supports."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -200,7 +202,7 @@ def test_the_grammar_ends_the_answer_whatever_other_parameters_say(model: Path) 
             request("banned", [65], allowed_token_ids=tuple(b"xyz"), **date),
             request("biased", [65], logit_bias=dict.fromkeys(EOS, -100.0), **date),
             request("cut", [65], max_tokens=3, **date),
-            # The text may end after every letter, so here min_tokens decides when it ends.
+            # The text may end after every letter, so min_tokens decides when it ends.
             request("longer", [65], grammar=Grammar("regex", "[a-z]*"), min_tokens=9, logit_bias={EOS[0]: 100.0}),
         ],
     )
@@ -286,7 +288,7 @@ FORCED = [Grammar("regex", LONG), json_grammar({"const": LONG}), Grammar("regex"
 
 @pytest.mark.parametrize("drafts", ["none", "grammar"])
 def test_a_grammar_that_leaves_no_choice_about_much_text_fails_only_its_own_request(model: Path, drafts: str) -> None:
-    """It would cost each answer memory and time for all of that text; half of it is no harm."""
+    """All of the forced text would cost each output memory and time; half as much is allowed."""
     engine = start(model, speculative_config=drafts)
     for index, grammar in enumerate([*FORCED, Grammar("regex", LONG[: len(LONG) // 2])]):
         engine.add_request(request(str(index), [65], max_tokens=20, grammar=grammar))
@@ -325,7 +327,7 @@ def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
 
 
 ENDLESS = Grammar("regex", r"(.*a.{30}|.*b.{30}|.*c.{31})z")
-"""Each answer meets other states of its lexer, and there is no end of them."""
+"""Each output meets new lexer states, without end."""
 
 
 def few_states(monkeypatch: pytest.MonkeyPatch, few: int, most: int) -> None:
@@ -367,7 +369,7 @@ def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.Mon
     grammars = [Grammar("regex", f"(x[a-f]*a.{{10}}|x[a-f]*b.{{11}}){i}") for i in range(18)]
 
     def admitted(slot: int) -> str | None:
-        """What the answer's text ends with."""
+        """The cause of the output's failure, or None."""
         owner = NewRequestData(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
         slots.admit_request(owner)
         for token in b"xabcdabcdabcd":
@@ -382,7 +384,7 @@ def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.Mon
 
 
 def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the length of their text: this one of 130 bytes takes megabytes."""
+    """The length of the text is no measure: this grammar of 130 bytes compiles to megabytes."""
     compiler = GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS))
     slots = SlotGrammars(lambda: compiler)
     numbers = [[{"type": "integer", "multipleOf": 3001 + place + 2 * slot} for place in range(2)] for slot in range(7)]
@@ -407,7 +409,7 @@ def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.Monkey
 
 
 def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mask after a draft, what is picked there would be free."""
+    """Without a mask after a draft token, the token sampled there would be unconstrained."""
     few_states(monkeypatch, 20, 1000)
     slots = SlotGrammars(lambda: GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS)))
     slots.admit_request(NewRequestData(0, [65], 1, SamplingParams(grammar=Grammar("regex", "[0-9]{60}")), 0))
@@ -462,7 +464,7 @@ def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
 
 @pytest.mark.parametrize("changes", [HostLogitsProcessor(), DeviceLogitsProcessor()], ids=["host", "device"])
 def test_a_mask_allows_only_its_tokens(changes: LogitsProcessor) -> None:
-    """The lowest bit of a word is its first token; rows without a grammar stay as they are."""
+    """The lowest bit of a word is its first token; rows without a grammar do not change."""
     unmodified = torch.arange(3 * 100, dtype=torch.float32).reshape(3, 100)
     words = np.array([[1 << 5, 0, 1 << 3 | 1 << 6, 0], [0, -(1 << 31), -1, 0]], dtype=np.int32)
     allowed = [{5, 67, 70}, {63, *range(64, 96)}]

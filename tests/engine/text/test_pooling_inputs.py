@@ -1,4 +1,4 @@
-"""Cut texts and pairs of texts, against what transformers' tokenizers make of them."""
+"""Tests truncated texts and text pairs against transformers' tokenizers."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast

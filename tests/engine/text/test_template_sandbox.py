@@ -1,4 +1,4 @@
-"""Templates that would never end do; others do not notice that they are counted."""
+"""Tests that chat templates that would never end are stopped, and that others render unchanged by the step limit."""
 
 from __future__ import annotations
 

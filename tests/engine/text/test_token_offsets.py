@@ -1,4 +1,4 @@
-"""Offsets of a prompt's tokens, against what the tokenizers library decodes of the tokens before each of them."""
+"""Tests the offsets of a prompt's tokens against the tokenizers library's decoding of the tokens before each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.texts import BYTES, byte_level_tokenizer, real_tokenizers, sentence_p
 
 
 def normalizing_tokenizer() -> Tokenizer:
-    """Bytes, and words behind a space, of the text's form NFC; spans leave that space out, as GPT-2's do."""
+    """A byte tokenizer with two words that begin with a space; it normalizes to NFC, and spans omit that space, as
+    GPT-2's do.
+    """
     vocabulary = {character: i for i, character in enumerate([*BYTES, "\u0120a", "\u0120ab"])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("\u0120", "a"), ("\u0120a", "b")]))
     backend.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""Reading tokenizers from model directories, and the text and bytes of single tokens."""
+"""Tests how tokenizers are read from model directories, and the text and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) ->
 
 
 def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
-    """Some models' tokenizers have them; one of these in a prompt would end the engine."""
+    """Some models' tokenizers have such tokens; one in a prompt would crash the engine."""
     save(tmp_path, tokenizer_config={"added_tokens_decoder": {"259": {"content": "<new>", "special": True}}})
     tokenizer = Tokenizer.from_pretrained(tmp_path, model_vocab_size=259)
     assert tokenizer.max_token_id == 259

@@ -1,4 +1,4 @@
-"""Regular expressions of tokenizers: usual ones pass, those that take exponential time do not."""
+"""Tests that usual regular expressions of tokenizers pass, and that those that take exponential time are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiers and a page mover without a model."""
+"""Tiers and a block mover without a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ assert LOAD_TIMEOUT_SECONDS > 5, "tests wait for slow tiers"
 
 
 class Always(LoadCosts):
-    """Fetching always pays, however fast the machine is."""
+    """Loading always pays, however fast the machine computes."""
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
         return len(tiers)
 
 
 class Inline(Executor):
-    """A ThreadPoolExecutor without threads: pages are in their tiers at once, however busy the machine is."""
+    """A ThreadPoolExecutor without threads: blocks are in their tiers at once, however busy the machine is."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -40,18 +40,19 @@ class Inline(Executor):
 
 
 def always(tiers: Sequence[Tier], mover: BlockMover, _: LoadCosts, *rest: Any) -> TieredKVOffloader:
-    """Makes Tiers that fetch whatever is there, though to compute these models' tokens may cost less; and that have at
-    once what is put there."""
+    """A KV offloader that loads every block a tier has, even if computing its tokens would cost less, and that stores
+    blocks at once.
+    """
     return TieredKVOffloader(tiers, mover, Always(16), *rest, TransferOptions(store_threads=Inline))
 
 
 def always_late(tiers: Sequence[Tier], mover: BlockMover, _: LoadCosts, *rest: Any) -> TieredKVOffloader:
-    """The same by threads."""
+    """Like `always`, but stores in threads."""
     return TieredKVOffloader(tiers, mover, Always(16), *rest)
 
 
 class FakeMover:
-    """A BlockMover of a FakeDevice: 8 bytes stand for what a page holds."""
+    """A BlockMover for a FakeDevice; 8 bytes stand for the content of a block."""
 
     block_bytes = 8
     layout = "fake"
@@ -76,14 +77,14 @@ class FakeMover:
 
 
 class Dictionary:
-    """A tier that loses some pages, says it has others that it has not, and can be held up."""
+    """A tier in a dictionary whose fetches can be made to wait."""
 
     name = "dictionary"
 
     def __init__(self) -> None:
         self.pages: dict[bytes, BlockContent] = {}
         self.open = Event()
-        """Clear: fetches wait."""
+        """If cleared, fetches wait."""
         self.open.set()
         self.fetches = 0
 
@@ -106,7 +107,7 @@ class Dictionary:
 
 
 class Unreliable(Dictionary):
-    """Has every page, it says; of some it has not even a copy."""
+    """Claims to have blocks that it lacks, and loses some that it is given."""
 
     def lookup(self, digest: bytes) -> bool:
         return digest[0] % 4 == 0 or super().lookup(digest)

@@ -1,4 +1,4 @@
-"""The disk tier and the seal: what is read is what was written, or nothing."""
+"""Tests the disk tier and the seal of its blocks: what is read is what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_other_identities_are_not_read_and_share_the_bytes(tmp_path: Path) -> No
     assert not own.lookup(digest(1))
     (path,) = files(tmp_path)
     moved = path.parent.with_name(OWN.hex()) / path.name
-    path.rename(moved)  # somebody puts it among ours
+    path.rename(moved)  # as if somebody moved it into this identity's folder
     assert sealed(tmp_path, 2 * each).fetch(digest(1)) is None
     assert not moved.exists()
     other = sealed(tmp_path, 2 * each, OTHER)
@@ -239,7 +239,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A tier of somebody's own."""
+    """A user-defined tier that fails."""
 
     name = "failing"
 

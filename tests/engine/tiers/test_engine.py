@@ -1,4 +1,4 @@
-"""Whole engines with tiers: the same tokens to the bit, whatever is where."""
+"""Tests whole engines with tiers: tokens and logprobs are bit-identical wherever blocks are."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def turn(conversation: int, number: int, history: list[int], **params: object) -
 
 
 def converse(made: EngineCore, turns: range = range(TURNS), **params: object) -> Results:
-    """Conversations in turn, two of them at a time."""
+    """Run conversations turn by turn, two of them at a time."""
     histories = {each: list[int]() for each in range(CONVERSATIONS)}
     found: Results = {}
     for number in turns:
@@ -133,7 +133,7 @@ def test_with_speculation(speculative: str | dict[str, object], tmp_path: Path) 
 @compiled
 @pytest.mark.parametrize("method", METHODS)
 def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -> None:
-    """Over a restart they guess as in an engine that never lost a page, and no token changes."""
+    """After a restart the heads draft as in an engine that never lost a block, and no token changes."""
     path = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     prompt = list(range(3, 100))
@@ -184,7 +184,7 @@ def salted(name: str, salt: str) -> EngineCoreRequest:
 @compiled
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_path: Path) -> None:
-    """As tenants' salts are made: server/access/tenants.py."""
+    """The salts have the form of tenants' salts: server/access/tenants.py."""
     path = save_tiny_model(tmp_path, "llama")
     tiers = HOST if where == "host" else disk(tmp_path)
     made = engine(path, **tiers)
@@ -203,7 +203,7 @@ def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_p
 
 
 def save_other(folder: Path) -> Path:
-    """The model "llama" with one weight in all that differs."""
+    """The model "llama" with one number of one weight changed."""
     path = save_tiny_model(folder, "llama")
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"][0] += 1.0
@@ -249,7 +249,7 @@ def test_an_overwritten_checkpoint_is_another_one(tmp_path: Path) -> None:
 
 
 def corrupt(folder: Path, chance: random.Random) -> None:
-    """Cut a file, or flip one of its bits."""
+    """Truncate a file, or flip one of its bits."""
     pages = [each for each in folder.rglob("*") if each.is_file() and len(each.name) == 32]
     file = chance.choice(sorted(each for each in pages if each.stat().st_size))
     content = bytearray(file.read_bytes())
@@ -304,7 +304,7 @@ def test_what_cannot_be_is_refused(options: dict[str, object], param: str, tmp_p
 
 @compiled
 def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/guides/prefix-caching.md: two servers, one folder, and somebody who changes a page in it."""
+    """The example of docs/guides/prefix-caching.md: two servers share a folder, and somebody changes blocks in it."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "kv_tiers")
     monkeypatch.setenv("SHARED_PAGES", str(tmp_path / "shared"))
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
@@ -332,7 +332,7 @@ def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @compiled
 def test_what_was_fetched_for_nobody_is_not_touched_by_idle_warm_up(tmp_path: Path) -> None:
-    """The warm-up writes to pages that no step has used: see Headroom."""
+    """Warm-up writes to blocks that no step has used: see KVPrefaulter."""
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
     one = engine(path, num_kv_blocks=800, **disk(tmp_path))
     wanted = results(run(one, [first]))

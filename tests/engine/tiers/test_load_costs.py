@@ -1,4 +1,4 @@
-"""The choice between fetching a prefix and computing it, on both sides of where they cost the same."""
+"""Tests the choice between loading a prefix and computing it, on both sides of equal cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def costs(token_seconds: float, **page_seconds: float) -> LoadCosts:
 
 @pytest.mark.parametrize(("page_seconds", "count"), [(0.001, 8), (0.0159, 8), (0.0161, 0), (1.0, 0)])
 def test_the_cheaper_one_is_chosen(page_seconds: float, count: int) -> None:
-    """16 tokens of a millisecond each."""
+    """A block has 16 tokens, each computed in 1 ms."""
     assert costs(0.001, host=page_seconds).num_blocks_worth_loading(["host"] * 8) == count
 
 

@@ -1,4 +1,4 @@
-"""`LLM` with KV on disk, over sleeps, changes of weights and a second program."""
+"""Tests `LLM` with KV on disk through sleep, weight updates and a restart."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROMPT = list(range(3, 103))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetch whatever is there. All that was put is there once an engine has ended."""
+    """Load every block that a tier has. All stored blocks are there once an engine has ended."""
     monkeypatch.setattr(LoadCosts, "num_blocks_worth_loading", Always.num_blocks_worth_loading)
 
 
 def ask(llm: LLM) -> tuple[int, list[int]]:
-    """Cached tokens, and the answer."""
+    """The number of cached tokens, and the generated ids."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], params)
     return answer.num_cached_tokens or 0, list(answer.outputs[0].token_ids)

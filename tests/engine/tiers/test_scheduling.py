@@ -1,4 +1,4 @@
-"""The scheduler with tiers, on a fake device that checks that every token finds its predecessors' KV."""
+"""Tests the scheduler with tiers on a fake device, which checks that every token finds its predecessors' KV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PUT_INLINE: dict[str, Any] = {"store_threads": Inline}
 
 
 class WithTiers(SchedulerMachine):
-    """Whatever the tiers keep or lose, nobody's tokens change."""
+    """Whatever the tiers keep or lose, no request's tokens change."""
 
     @initialize(
         drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
@@ -72,8 +72,9 @@ TestWithTiers.settings = settings(max_examples=examples(40), stateful_step_count
 
 
 def test_a_sequence_does_not_load_again_and_again_what_others_take() -> None:
-    """Hypothesis found it: one loaded, a running one took pages of those that came, was preempted for it, and began
-    anew while it loaded again."""
+    """Hypothesis found this: one request loaded blocks, a running one took some of them on arrival, was preempted for
+    the first, and began anew while the first loaded again.
+    """
     machine = WithTiers()
     machine.start(kinds=["host", "small"], drafts="right")
     word = [0, 1, 2, 2]
@@ -99,7 +100,7 @@ def test_a_sequence_does_not_load_again_and_again_what_others_take() -> None:
         (word * 3, 2, 4, 0, [], "", 0),
     ]:
         machine.add(prompt, most, least, priority, salt, stop, logprobs)
-    machine.teardown()  # to the end, or it fails
+    machine.teardown()  # runs to the end, or fails
 
 
 class LargePages(WithTiers):
@@ -126,7 +127,7 @@ def request(name: str, prompt: list[int], **params: object) -> EngineCoreRequest
 
 
 def run(some: Scheduler, device: FakeDevice, *requests: EngineCoreRequest) -> dict[str, int]:
-    """To the end: the cached tokens of each."""
+    """Run until all requests end; returns the cached tokens of each."""
     cached = {}
     for each in requests:
         some.add_request(each)
@@ -140,7 +141,7 @@ def run(some: Scheduler, device: FakeDevice, *requests: EngineCoreRequest) -> di
 
 
 def settle(some: Scheduler) -> None:
-    """Let what is on its way to a tier arrive there."""
+    """Wait until the blocks on their way to a tier have arrived."""
     some.kv_offloader._writer._thread.submit(lambda: None).result()
 
 
@@ -151,7 +152,7 @@ def test_what_leaves_the_device_comes_back() -> None:
     device = FakeDevice()
     some = scheduler(device, HostTier(10_000), PUT_INLINE)
     assert run(some, device, request("a", A, max_tokens=1)) == {"a": 0}
-    run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))  # which need all pages
+    run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))  # these need all blocks
     computed = some.make_stats().prompt_tokens
     assert run(some, device, request("again", [*A, 9], max_tokens=1)) == {"again": 32}
     assert some.make_stats().prompt_tokens - computed == 1
@@ -215,7 +216,9 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
 
 
 def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
+    """It hangs in a put or in a fetch: the engine continues, nothing waits for the tier again, and a reset returns at
+    once.
+    """
     for hangs in ("put", "fetch"):
         device, tier = FakeDevice(), Dictionary()
         watched = GuardedTier(tier, bytes(16), timeout=0.05)
@@ -286,7 +289,9 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
 
 
 def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
-    """Of a large page, nobody's, one sequence copies the beginning; the next one's load would get that page first."""
+    """One request copies the beginning of an unreferenced large block; the next request's load would get that block
+    first.
+    """
     device = FakeDevice(12)
     some = scheduler(
         device, Dictionary(), PUT_INLINE | {"load_threads": Inline}, num_blocks=3, block_size=12, hash_block_size=2
@@ -300,7 +305,7 @@ def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
 
 
 def test_a_page_is_copied_before_it_is_overwritten() -> None:
-    """The thread is held up, so that the loop must make the copies itself."""
+    """The store thread is blocked, so that the engine loop must make the copies itself."""
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier)
     held = some.kv_offloader._writer._store_lock

@@ -1,4 +1,6 @@
-"""Which pages are kept for conversations that pause: who is kept, who gives up first, and that nobody waits for it."""
+"""Tests pinned blocks of paused conversations: what is pinned, what is unpinned first, and that no allocation waits for
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ PAGE = 16
 
 
 class House:
-    """A pool, the sessions that keep its pages, and a clock that is set by hand. One page is one piece."""
+    """A block pool, the sessions that pin its blocks, and a clock set by hand. One block is one hash block."""
 
     def __init__(self, pages: int = 40, share: float = 0.5) -> None:
         self.now = 1.0
@@ -27,7 +29,9 @@ class House:
         self._number = 0
 
     def turn(self, pages: int, *, of: int, session: str = "", tenant: str = "", keep: float = 0.0) -> int:
-        """Compute a prompt of so many pages, the first ones of a conversation; returns how many of them were cached."""
+        """Compute a prompt of `pages` blocks, the first ones of conversation `of`; returns how many of them were
+        cached.
+        """
         self._number += 1
         params = SamplingParams(max_tokens=1)
         more = {"session": session, "tenant": tenant, "keep_seconds": keep}
@@ -55,7 +59,7 @@ class House:
         return len(self.pool.get_cached_prefix(found))
 
     def others(self, pages: int, first: int = 500) -> None:
-        """Prompts of one turn each, of four pages."""
+        """Prompts of four blocks each, in conversations of a single turn."""
         for number in range(pages // 4):
             self.turn(4, of=first + number)
 
@@ -112,7 +116,7 @@ def test_time_ends_it() -> None:
 
 def test_who_has_paused_long_against_its_own_pauses_gives_up_first() -> None:
     house = House(40, share=1.0)
-    for turn in range(6):  # a takes its turns every 2 seconds, b every 100
+    for turn in range(6):  # "quick" takes a turn every 2 seconds, "slow" every 100
         house.turn(5 + turn, of=1, session="quick")
         house.now += 1
     for turn in range(4):
@@ -160,9 +164,10 @@ TURNS = st.lists(
 def test_kept_pages_keep_to_their_bound_and_take_nothing_from_others(
     turns: list[tuple[int, int, str, int, float, int]], share: float
 ) -> None:
-    """Whatever comes: no more is kept than the share; every allocation that the pool has room for succeeds (it asserts
-    so); a tenant that keeps no more than its part loses nothing for another that keeps more; and what is listed twice
-    is counted."""
+    """For any turns: no more than the share is pinned; every allocation that the pool has room for succeeds (the pool
+    asserts this); a tenant that pins no more than its part loses nothing to one that pins more; and the session count
+    equals the number of sessions with blocks.
+    """
     house = House(24, share)
     most = int(24 * share)
     for pages, of, session, tenant, keep, wait in turns:

@@ -1,4 +1,4 @@
-"""Counters of tiers, added up over engines."""
+"""Tests the counters of tiers, summed over successive engines."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_they_travel_between_processes() -> None:
 
 
 def test_the_pool_of_an_engine_that_is_gone_keeps_its_size() -> None:
-    """Its successor has one of the same size; nothing is in it yet."""
+    """The successor's pool has the same size and is still empty."""
     gone = EngineStats(total_blocks=7, used_blocks=4, saved_blocks=3, steps=2).without_gauges()
     assert (gone.total_blocks, gone.used_blocks, gone.saved_blocks, gone.steps) == (7, 0, 0, 2)

@@ -1,9 +1,9 @@
-"""A GPU of which only the shapes are real: PyTorch's FakeTensorMode says which device every tensor is on, and this says
-what would make the host wait for it.
+"""A GPU of which only the shapes are real: PyTorch's FakeTensorMode tracks the device of every tensor, and this module
+detects what would make the host wait.
 
-What FakeTensorMode refuses by itself: operators on tensors of two devices, and reading values (`item`, `nonzero`, masks
-as indices). What it lets pass and `Waiting` refuses: copies between host and device that the host would wait for, and
-indices on the host, which PyTorch copies first.
+FakeTensorMode itself rejects operators on tensors of two devices, and reading values (`item`, `nonzero`, masks as
+indices). `Waiting` rejects what it lets pass: copies between host and device that the host would wait for, and indices
+on the host, which PyTorch copies first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.kernels.gpu import host_transfer
 
 DEVICE = torch.device("cuda", 0)
 PICKED = 300
-"""The token that every step picks."""
+"""The token that every step samples."""
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 GUARD = """
@@ -37,12 +37,13 @@ c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
 const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
 }
 """
-"""Indexing asks which GPU is current even where all tensors are fake, and a PyTorch without CUDA has nobody to ask."""
+"""Indexing asks for the current GPU even if all tensors are fake, which a PyTorch without CUDA cannot answer."""
 
 
 def load_guard(folder: Path) -> None:
-    """Let a PyTorch without CUDA index fake tensors on a GPU, from now on and in this process. Skips the test where
-    there is no compiler."""
+    """Let a PyTorch without CUDA index fake tensors on a GPU, for the rest of this process. Skips the test if there is
+    no compiler.
+    """
     with FakeTensorMode():
         try:
             torch.empty(2, device=DEVICE)[torch.zeros(1, dtype=torch.int64, device=DEVICE)]
@@ -60,20 +61,21 @@ def load_guard(folder: Path) -> None:
 
 
 class Waiting(TorchDispatchMode):
-    """Refuses operators for which the host would wait, in a capture all that needs the host's memory, and to write to
-    pinned memory that a copy is under way from or to: PyTorch alone knows when it has ended, and uses the memory again
-    then."""
+    """Rejects operators that the host would wait for, inside a capture all that needs the host's memory, and writes to
+    pinned memory with an open copy from or to it: only PyTorch knows when the copy has ended, and reuses the memory
+    then.
+    """
 
     capturing = False
     lasting: Sequence[Tensor] = ()
-    """Pinned memory of before, which nobody frees: what a graph copies of it may be copied again and again."""
+    """Pinned memory allocated earlier and never freed: a graph may copy from it again and again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pinned: list[Tensor] = []
-        """Kept, so that no two have one place."""
+        """Kept alive, so that no two share an address."""
         self.under_way: set[int] = set()
-        """Storages of pinned memory."""
+        """Storages of pinned memory with an open copy."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -114,7 +116,7 @@ class Waiting(TorchDispatchMode):
         self.under_way.add(here.untyped_storage()._cdata)
 
     def check_untouched(self, tensor: Tensor) -> None:
-        """Of one that something is going to write to."""
+        """Assert that no copy from or to this tensor is open, before a write to it."""
         assert tensor.untyped_storage()._cdata not in self.under_way, "a copy from or to this memory is under way"
 
     def _is_pinned(self, tensor: Tensor | None) -> bool:
@@ -123,7 +125,7 @@ class Waiting(TorchDispatchMode):
 
 
 def recorded(tensor: Tensor, stream: FakeStream) -> None:
-    """PyTorch has this operator for a GPU's tensors alone."""
+    """PyTorch has this operator only for tensors on a GPU."""
     assert tensor.is_cuda, "record_stream of a tensor on the host"
 
 
@@ -144,13 +146,13 @@ class FakeStream:
 
 
 class FakeGpu:
-    """What runs inside `never_waits` sees a GPU."""
+    """Code inside `never_waits` sees a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         load_guard(folder)
         self.tensors, self.waiting = FakeTensorMode(), Waiting()
         self.launched: list[str] = []
-        """The Triton kernels that were started."""
+        """The launched Triton kernels."""
         self._until_wait = contextlib.ExitStack()
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, FakeStream)
@@ -162,7 +164,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def allows_waits(self) -> Iterator[None]:
-        """As at the start, when nobody cares."""
+        """For the engine's start, when waits do not matter."""
         with self.tensors:
             yield
 
@@ -173,7 +175,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def waits_once(self) -> Iterator[None]:
-        """As `never_waits`, up to a wait for a download, whose numbers are real: nothing behind it sees a GPU."""
+        """Like `never_waits`, up to the wait for a download, whose numbers are real: code after it sees no GPU."""
         with contextlib.ExitStack() as self._until_wait:
             self._until_wait.enter_context(self.never_waits())
             yield
@@ -190,7 +192,7 @@ class FakeGpu:
         assert all(array.dtype != object for array in arrays)
 
     def _replace_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Kernels are not started; their tensors must be on the GPU."""
+        """Kernels are not launched; their tensors must be on the GPU."""
         from triton.runtime.jit import JITFunction
 
         from quire.kernels.gpu import triton_launch_sizes
@@ -210,7 +212,7 @@ class FakeGpu:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A real tensor on the host in a fake one's place; as a pick it is PICKED."""
+    """A real host tensor in place of a fake one; as a sampled token its value is PICKED."""
     assert isinstance(tensor, FakeTensor)
     assert tensor.device.type == "cpu", "a result that stays on the device"
     return torch.full(tensor.shape, PICKED, dtype=tensor.dtype)

@@ -1,6 +1,8 @@
-"""A device for tests that is neither a CPU nor CUDA's: PyTorch's PrivateUse1, whose operations this computes on the
-host. As on Apple's GPUs there are no float64 and no 8-bit floats, host and device do not mix in an operation, and no
-NumPy array shares memory with a tensor."""
+"""A device for tests that is neither CPU nor CUDA: PyTorch's PrivateUse1, with operations computed on the host.
+
+As on Apple's GPUs there are no float64 and no 8-bit floats, no operation mixes host and device, and no NumPy array
+shares memory with a tensor.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from torch.utils._pytree import tree_map
 NAME = "quire_other"
 _ABSENT = (torch.float64, torch.float8_e4m3fn)
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")
-"""What takes tensors of both sides: copies, and indices on the host."""
+"""Operations that take tensors of both sides: copies, and indexing with indices on the host."""
 _kept: list[object] = []
-"""What is registered with PyTorch for as long as the process lives."""
+"""Objects registered with PyTorch for the lifetime of the process."""
 
 
 class There(Tensor):
-    """A tensor on the device, which holds its numbers on the host."""
+    """A tensor on the device, with its numbers on the host."""
 
     held: Tensor
 
@@ -29,7 +31,7 @@ class There(Tensor):
         if held.dtype in _ABSENT:
             raise TypeError(f"{NAME} has no {held.dtype}")
         shape = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
-        with torch.inference_mode(False):  # PyTorch counts versions of what is seen through views of others
+        with torch.inference_mode(False):  # PyTorch counts versions of tensors that are views of others
             made = Tensor._make_wrapper_subclass(cls, held.shape, device=torch.device(NAME, 0), **shape)
         made.held = held
         return made
@@ -77,7 +79,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def other_device() -> torch.device:
-    """The device; registers it at the first call."""
+    """The device; the first call registers it."""
     if not _kept:
         backend_registration._setup_privateuseone_for_python_backend(NAME)
         library = torch.library.Library("_", "IMPL")
@@ -89,6 +91,6 @@ def other_device() -> torch.device:
 def tensor_in_steps(
     data: Any, *, dtype: torch.dtype | None = None, device: Any = None, _made: Any = torch.tensor
 ) -> Tensor:
-    """torch.tensor by way of the host: its own way to the device passes by what Python registers."""
+    """torch.tensor by way of the host: its direct way to the device bypasses what Python registers."""
     made: Tensor = _made(data, dtype=dtype)
     return made if device is None else made.to(device)

@@ -1,4 +1,6 @@
-"""A page's bytes, read and written; the GPU's way is tried on tensors of the host, with streams that do nothing."""
+"""Tests that a block's bytes are read and written; CudaBlockMover is tested on host tensors, with streams that do
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class FakeStream:
 
 
 def tensors() -> list[Tensor]:
-    """Of two kinds, as a model with heads that draft has them."""
+    """Tensors of two kinds, as a model with draft heads has them."""
     generator = torch.Generator().manual_seed(1)
     one = torch.randn((6, 5, 2, 16, 8), generator=generator).to(torch.bfloat16)
     two = torch.randint(-127, 127, (2, 9, 4, 34), generator=generator).to(torch.int8)

@@ -1,5 +1,6 @@
-"""Kinds of kernels that are compiled before ready: that they are those of steps, that another process can compile them,
-and that they are then found. Triton's compiler needs no GPU; nothing is launched."""
+"""Tests that the kernel variants compiled before the server is ready are those that steps launch, that another process
+can compile them, and that they are then found. Triton's compiler needs no GPU; no kernel is launched.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ PICKED = 300
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The compiler's target, and where it keeps what it makes."""
+    """Make an H100 the compiler's target; yields the kernel cache folder."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -58,16 +59,16 @@ def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     assert str(tmp_path) in knobs.cache.dir
     set_compile_target(GPUTarget("cuda", 90, 32))
     yield tmp_path / "kept"
-    driver.set_active(None)  # it looks for the GPU that is there, when it is next asked
+    driver.set_active(None)  # the driver looks for the real GPU at its next use
 
 
 def aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """As `upload` to a GPU lays them."""
+    """Upload arrays as tensors aligned like those of an upload to a GPU."""
     return [torch.from_numpy(np.ascontiguousarray(array)).clone() for array in arrays]
 
 
 class Nobody:
-    """In NCCL's place: the other rank has what this one has."""
+    """Stands for NCCL: the other rank holds the same tensors as this one."""
 
     def _allgather_base(self, out: Tensor, x: Tensor) -> Nobody:
         out.view(2, -1).copy_(x)
@@ -87,7 +88,7 @@ class Nobody:
 
 
 class Alone(QuietRanks):
-    """The first of two ranks, which sum by the kernel of ours where it takes the numbers."""
+    """The first of two ranks, which use Quire's one-shot all-reduce kernel for tensors that it accepts."""
 
     def __init__(self, config: EngineConfig) -> None:
         from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce, rank_memory_bytes
@@ -96,7 +97,7 @@ class Alone(QuietRanks):
         memory = [torch.zeros(rank_memory_bytes(2), dtype=torch.uint8) for _ in range(2)]
         near = OneShotAllReduce(0, memory, torch.zeros(2, dtype=torch.int32))
         self.group = Agreeing(Nobody, 0, 2, in_order=False, make_small_all_reduce=lambda: near)
-        self.group.all_reduce(torch.zeros(1, dtype=torch.int64))  # they meet when memory is measured
+        self.group.all_reduce(torch.zeros(1, dtype=torch.int64))  # the ranks meet when memory is measured
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         return measure()
@@ -110,8 +111,11 @@ def start(
     make_drafter: Any = None,
     **options: Any,
 ) -> EngineCore:
-    """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do.
-    `path`: where the model is, if it is there."""
+    """An engine on CPU tensors whose Triton kernels are compiled for the H100, and whose decodes run as those in graphs
+    do.
+
+    `path`: where the model is, if it exists already.
+    """
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture)
     for each in (model_runner, draft_head_runner, draft_model_runner):
         monkeypatch.setattr(each, "choose_sampler", lambda *_: sample_on_device)
@@ -167,9 +171,9 @@ def test_steps_launch_nothing_else(
 def test_what_drafts_launches_nothing_else(
     h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, family: str, options: dict[str, Any]
 ) -> None:
-    """Of a smaller model of other widths, and of heads: beside steps, and in guesses."""
+    """Draft models with other widths, and draft heads: next to steps, and while they draft."""
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
-    for each in (model_runner, decoder):  # what no kernel has written may be no number, and would end a request
+    for each in (model_runner, decoder):  # memory that no kernel has written may hold NaN, which would end a request
         monkeypatch.setattr(each, "has_finite_logits", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
     model = None
     if method == "draft_model":
@@ -189,8 +193,9 @@ def test_what_drafts_launches_nothing_else(
 
 
 def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], EngineCore], *, drafts: bool = False) -> None:
-    """That steps of an engine launch no other kinds than those that are compiled before it is ready; and what drafts no
-    other than it says itself, whatever steps of the served model launch."""
+    """Assert that steps launch only kernel variants compiled before the engine is ready, and that a drafter launches
+    only the variants that it declares itself, whatever steps of the served model launch.
+    """
     from triton.runtime.jit import JITFunction
 
     from quire.kernels.gpu.kernel_variant import KernelVariant, dry_run_for_variants
@@ -253,8 +258,9 @@ def unused(_: object) -> None:
 
 @pytest.mark.parametrize("values", [None, 32])
 def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
-    """Of odd numbers of rows and splits, as a rank with three heads has them: all tensors begin at multiples of 16
-    bytes, which a kind says."""
+    """Numbers of rows and splits are odd, as on a rank with three heads: all tensors begin at multiples of 16 bytes,
+    which is part of a variant.
+    """
     from quire.kernels.gpu.kernel_variant import dry_run_for_variants
     from quire.kernels.gpu.triton_backend import TritonBackend
 
@@ -275,7 +281,7 @@ def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
 
 @dataclass(frozen=True)
 class Named:
-    """In a kind's place: of a kernel that no process knows."""
+    """Stands for a kernel variant of a kernel that no process knows."""
 
     folder: str
 

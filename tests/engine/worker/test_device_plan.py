@@ -1,4 +1,4 @@
-"""What a start computes on, in which type, and where kernels are kept; on fakes of a driver and of folders."""
+"""Tests the device, the dtype and the kernel cache folder that a start chooses, with a fake driver and fake folders."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_type(
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_float16_that_is_asked_for_on_a_cpu(backend: str) -> None:
-    """As `--dtype half` of recipes for GPUs: a product takes many times as long there (issue 58)."""
+    """Recipes for GPUs pass `--dtype half`; on a CPU a float16 product takes many times as long (issue 58)."""
     config = EngineConfig(dtype="half", attention_backend=backend)  # type: ignore[arg-type]
     dtype, note = choose_compute_dtype_and_note(config, SimpleNamespace(dtype="bfloat16"), torch.device("cpu"))  # type: ignore[arg-type]
     assert dtype == (torch.float16 if backend == "reference" else torch.bfloat16)
@@ -240,7 +240,7 @@ def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | 
 
 @pytest.fixture
 def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention computes right, but for what a graph holds of it."""
+    """Attention computes correctly, except inside a CUDA graph."""
 
     def probe(*_: Any, capture: Any, **__: Any) -> Any:
         return lambda backend: None if capture is None else "differs from the reference in a CUDA graph"
@@ -259,7 +259,7 @@ def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_graphs_do_not_hold_runs_without(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On all ranks, of which the first alone has tried it."""
+    """Holds on all ranks, though only the first has tried the backend."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"]))
     monkeypatch.setattr(devices, "choose_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(devices, "choose_dtypes", lambda *_: devices.ModelDTypes(torch.bfloat16, torch.bfloat16, None))

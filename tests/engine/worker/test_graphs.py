@@ -1,4 +1,4 @@
-"""Decode steps as graphs, on a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
+"""Tests decode steps in graphs, on a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.vision_families import save_family
 
 @pytest.fixture
 def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn on the CPU, with the pages and the layout it asks for."""
+    """flash-attn on the CPU, with the block size and layout that it requires."""
     library = FakeFlashAttn()
     install_flash(monkeypatch, library)
     monkeypatch.setattr(flash2.Flash2Backend, "unsupported_reason", lambda *_: None)
@@ -70,7 +70,7 @@ def start(
     ahead: int | None = None,
     **options: Any,
 ) -> EngineCore:
-    """`ahead`: steps that are launched before the last one's picks are read."""
+    """Start an engine. `ahead`: steps launched before the last step's tokens are read."""
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
@@ -83,7 +83,7 @@ def start(
 
 
 def traffic() -> list[EngineCoreRequest]:
-    """Prompts of many lengths, so that decodes run at many batch sizes, over several pages, beside prefills."""
+    """Prompts of many lengths, so that decodes run at many batch sizes, over several blocks, together with prefills."""
     return [
         request(
             str(index),
@@ -120,7 +120,9 @@ def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched ahead, so that a step reads what the graph before it wrote; and beside rows that are drawn."""
+    """Steps are launched ahead, so that a step reads what the graph before it wrote; and greedy rows run with sampled
+    rows.
+    """
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     greedy = [msgspec.structs.replace(each, params=SamplingParams(temperature=0.0, max_tokens=9)) for each in traffic()]
     for requests in (greedy, [*greedy[:5], *traffic()[5:]]):
@@ -162,9 +164,11 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", *slow("qwen2_5_vl", "mistral3")])
 def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rotated by what follows from the images; a last token within one is no graph's, from the cache too."""
+    """Positions are rotated according to the images. A last token within an image runs without a graph, also if the
+    rest of the prompt is cached.
+    """
     path = save_family(tmp_path, name)
-    options: dict[str, Any] = {"max_tokens": 10, "logprobs": 1, "more": "?" * 230}  # two pages
+    options: dict[str, Any] = {"max_tokens": 10, "logprobs": 1, "more": "?" * 230}  # two blocks
     shown = [about(path, name, str(count), *range(count), **options) for count in range(3)]
     asked, capture = [*shown, _ending_within(shown[1])], FakeCapture()
     wanted = picked(run(start(monkeypatch, None, model=str(path)), asked))
@@ -176,7 +180,7 @@ def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
-    """With a prompt that ends with its image, of which the cache leaves one token."""
+    """A prompt that ends with its image, of which the prefix cache leaves one token to compute."""
     end = asked.spans[-1].start + asked.spans[-1].count
     more = (1 - end) % 16
     spans = tuple(msgspec.structs.replace(each, start=each.start + more) for each in asked.spans)
@@ -189,7 +193,7 @@ def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
 def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
-    engine.scheduler.kv_cache_manager.block_pool.allocate(36)  # four pages are left
+    engine.scheduler.kv_cache_manager.block_pool.allocate(36)  # four blocks are left
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add_request(each)
@@ -214,7 +218,7 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
     engine.executor.warm_prompts()
     while engine.run_next_warmup():
         steps += 1
-    # Of 1, 2, 4, 8, 16 rows: up to 256 and up to 1024 tokens, and picks.
+    # Graphs of 1, 2, 4, 8, 16 rows: for up to 256 tokens, for up to 1024 tokens, and for greedy sampling.
     assert len(capture.recordings) == steps == 5 * (2 + 1)
     for (k, v), (k_before, v_before) in zip(kv, before, strict=True):
         assert torch.equal(k[:-1].view(torch.int16), k_before.view(torch.int16))
@@ -225,7 +229,7 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
 
 @dataclass
 class Right(Drafter):
-    """Knows the answers, but for every third token."""
+    """Proposes the known answers, with every third token wrong."""
 
     answers: dict[str, Answer]
 
@@ -255,8 +259,9 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same guesses, with as many right, of sequences that have a token more and such that have two, beside prompts;
-    and of an engine whose graphs were captured in idle moments."""
+    """The drafts and the numbers accepted are the same for requests with one and with two new tokens, together with
+    prefills, and in an engine whose graphs were captured while idle.
+    """
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     options = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     model = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=2, **options)
@@ -286,7 +291,7 @@ def with_heads(
     family: str = "llama",
     **options: Any,
 ) -> tuple[EngineCore, Recorded]:
-    """An engine of a small model all of whose heads' guesses are tried."""
+    """An engine of a small model with draft heads, all of whose drafts are verified."""
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     shape = {"hidden_size": 64, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     model, head = tmp_path / "model", None if method == "mtp" else str(tmp_path / "head")
@@ -304,7 +309,7 @@ def with_heads(
 
 
 def few() -> list[EngineCoreRequest]:
-    """One of them is drawn, and one goes on beyond a page."""
+    """Four requests: one is sampled, and one grows beyond a block."""
     shapes = ((1, 14, 0.0), (20, 9, 0.8), (255, 6, 0.0), (5, 5, 0.0))
     prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, (length, *_) in enumerate(shapes)]
     return [
@@ -319,8 +324,9 @@ def few() -> list[EngineCoreRequest]:
     ("method", "idle"), [("eagle3", False), ("mtp", False), *slow(("medusa", False), ("eagle", True))]
 )
 def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same guesses, from hidden states that graphs leave, by graphs behind these; the same in their pages; and of
-    an engine whose graphs were captured in idle moments."""
+    """The drafts and the heads' KV blocks are the same if graphs draft from the hidden states that decode graphs leave,
+    and in an engine whose graphs were captured while idle.
+    """
     found = []
     for capture in (None, FakeCapture()):
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture)
@@ -353,7 +359,7 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
     wanted = picked(run(engine, few())), recorded.guesses
 
     def short(whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Of memory, where it is recorded."""
+        """Runs out of memory while it is captured."""
 
         def computed(*args: Any) -> Tensor:
             if Refusing.depth > 0:
@@ -377,7 +383,7 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
 
 
 class Gathered(LinearWithLora):
-    """Adapters in operations that a graph can hold, as Triton's kernels are: tables of fixed addresses."""
+    """LoRA in operations that a graph can hold, as Triton's kernels are: tables at fixed addresses."""
 
     def __init__(self, linear: Linear, slots: AdapterSlotSpec) -> None:
         self.linear = linear
@@ -397,7 +403,7 @@ class Gathered(LinearWithLora):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: Sequence[LoraDelta] | None) -> None:
-        """The last part alone, where there are several."""
+        """Only the last part is kept if there are several."""
         self.up[slot] = 0
         for delta in packed or ():
             rank = len(delta.down)
@@ -410,7 +416,7 @@ class Gathered(LinearWithLora):
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("slots", [1, 3])
 def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With one slot, graphs that were captured see each next adapter in it."""
+    """With one adapter slot, captured graphs see each next adapter in it."""
     monkeypatch.setattr(
         flash2.Flash2Backend, "make_linear_with_lora", lambda self, linear, slots: Gathered(linear, slots)
     )
@@ -443,7 +449,7 @@ def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 class Short(FakeCapture):
-    """A device whose memory ends at graphs of more than `rows` rows."""
+    """A device whose memory suffices for graphs of at most `rows` rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -549,11 +555,12 @@ class FakeStream:
 
 
 class FakeCuda:
-    """The current stream, the pools that are captured into, and captures whose end fails: torch.cuda.graph then leaves
-    its stream behind, and its pool among these. It is PyTorch's allocator, too."""
+    """The current stream, the memory pools with an open capture, and captures whose end fails: torch.cuda.graph then
+    leaves its stream current and its pool open. Also stands for PyTorch's allocator.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends: bool = False) -> None:
-        """ends: what fails is not the capture's end."""
+        """`ends`: the capture fails before its end, so that its end succeeds."""
         self.current = self.first = FakeStream()
         self.ends, self.pools = ends, iter(range(1, 9))
         self.captured: list[object] = []
@@ -604,8 +611,9 @@ class FakeCuda:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """The stream; no pool that is captured into, while which no memory that downloads have used is free again; and the
-    graph, which PyTorch's allocator for pinned memory would still ask."""
+    """The stream is restored. No pool stays open for capture, which would keep all memory that downloads have used from
+    being free again. The graph is kept, since PyTorch's allocator for pinned memory still queries it.
+    """
     cuda, before = FakeCuda(monkeypatch, ends=ends), len(CudaGraphCapture.failed_graphs)
     capture = CudaGraphCapture(torch.device("cuda"), cuda)
     for _ in range(2):
@@ -619,7 +627,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fake_that_can_tell() -> None:
-    """What a CUDA graph would get wrong or refuse, the fake does too."""
+    """The fake rejects, or gets wrong, what a CUDA graph would."""
     static, weight = torch.zeros(3), torch.ones(3)
     waiting = (
         lambda: static * static.sum().item(),
@@ -633,7 +641,7 @@ def test_a_fake_that_can_tell() -> None:
             FakeCapture()(function)
     holder = [weight]
     replay, result = FakeCapture()(lambda: static + holder[0])
-    holder[0] = torch.full((3,), 5.0)  # a new tensor, which the recording has never seen
+    holder[0] = torch.full((3,), 5.0)  # a new tensor, unknown to the recording
     static.fill_(2)
     replay()
     assert result.tolist() == [3.0] * 3
@@ -654,7 +662,7 @@ def test_real_graphs_on_a_gpu(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
-    """For itself, so most of its guesses are right; its own products are not --deterministic's."""
+    """The model drafts for itself, so most drafts are right; the drafter's products do not follow --deterministic."""
     shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path, "llama", num_hidden_layers=2, **shape)
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
@@ -675,7 +683,7 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
 def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) -> None:
-    """Of random weights, so nearly all their guesses are wrong, but for a request that allows one token alone."""
+    """The heads have random weights, so nearly all drafts are wrong, except for a request that allows one token."""
     shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path / "model", "llama", **shape)
     head, _ = made_head(tmp_path / "head", method, 256)

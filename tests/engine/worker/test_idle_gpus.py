@@ -1,4 +1,4 @@
-"""What the start says where several GPUs are visible (issue 58, C 11)."""
+"""Tests the startup note for several visible GPUs (issue 58, C 11)."""
 
 from __future__ import annotations
 

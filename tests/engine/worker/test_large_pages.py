@@ -1,4 +1,4 @@
-"""Prefixes that share the beginning of a large page: found by pieces of 16 tokens, and copied, to the bit."""
+"""Tests prefixes that share the beginning of a large block: hash blocks of 16 tokens are found, and copied exactly."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAGE = 64
 
 @pytest.fixture
 def large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference backend with pages of 64 tokens."""
+    """The reference backend with a block size of 64 tokens."""
     backend = ReferenceBackend()
     backend.block_size = PAGE
     monkeypatch.setattr(device_plan, "select_backend", lambda *_, **__: (backend, "large pages"))
 
 
 def prompts() -> list[list[int]]:
-    """Families of prompts, equal up to some token."""
+    """Prompts in families that are equal up to some token."""
     generator = torch.Generator().manual_seed(11)
     stem = torch.randint(3, VOCAB, (200,), generator=generator).tolist()
     return [
@@ -64,5 +64,6 @@ def test_the_same_tokens_from_forked_pages(family: str, blocks: int, tmp_path: P
     assert engine.info.page_groups == (2 if family == "gpt_oss" else 1)
     if blocks == 60:
         hits = [forked[str(index)].cached_tokens for index in range(len(requests))]
-        # Of "0" the second has 100 tokens in common: a page and two pieces. All counted in pieces of 16.
+        # The second prompt shares 100 tokens with "0": a block and two hash blocks. Hits count in hash blocks of 16
+        # tokens.
         assert hits == [0, 96, 0, 16, 16, 48, 64, 64, 96, 128, 144, 176]

@@ -1,4 +1,4 @@
-"""Weights: shards, dummies, and errors that name the tensor."""
+"""Tests loading weights: shards, dummy weights, and errors that name the tensor."""
 
 import json
 from pathlib import Path
@@ -46,13 +46,13 @@ def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
-    """Pages of a mapped file that were read are resident: for 192 MiB, no more than a few tensors' worth at a time."""
+    """Pages of a mapped file stay resident once read: of 192 MiB, only a few tensors' worth may be at a time."""
     tensors = {f"t{i:02}": torch.full((8 << 20,), i % 100, dtype=torch.int8) for i in range(24)}
     save_file(tensors, tmp_path / "model.safetensors")
     del tensors
     before, most, seen = resident_file_bytes(), 0, 0
     for name, tensor in checkpoint_stream(tmp_path):
-        assert int(tensor.max()) == int(name[1:])  # reads all of it
+        assert int(tensor.max()) == int(name[1:])  # reads the whole tensor
         most, seen = max(most, resident_file_bytes() - before), seen + 1
     assert seen == 24
     assert most < 64 << 20
@@ -78,7 +78,7 @@ def test_errors_name_the_tensor(tmp_path: Path) -> None:
 
 
 def test_only_floating_point_tensors_are_cast() -> None:
-    """What a scheme stores as whole numbers reaches it as these."""
+    """Integers that a quantization scheme stores reach it as integers."""
     arrived: list[torch.Tensor] = []
     table = {
         "scale": LoadableParameter((3,), torch.bfloat16, arrived.append),

@@ -1,4 +1,4 @@
-"""A request whose numbers become infinite or NaN ends with an error of its own, and costs no other one."""
+"""Tests that a request whose logits become infinite or NaN ends with an error of its own and harms no other request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 BROKEN = 17
-"""The token whose embedding is no number."""
+"""The token whose embedding is NaN."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", "deepseek_v2-dense", "gpt_neox"])
@@ -37,7 +37,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ids=["greedy", "sampled", "filtered", "logprobs"],
 )
 def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None:
-    """Its pages, which have what is no number, are others' next."""
+    """Other requests reuse its KV blocks, which hold NaN."""
     options: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 64, "enable_prefix_caching": False}
     prompts = {"a": range(20, 50), "b": range(60, 75), "c": range(80, 99)}
     good = [request(name, ids, max_tokens=8, **params) for name, ids in prompts.items()]
@@ -52,7 +52,7 @@ def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None
 
 
 def answers_of(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Tokens of those that end well, and errors of the others."""
+    """The tokens of requests that succeed, and the errors of the others."""
     found, errors = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
         engine.add_request(each)

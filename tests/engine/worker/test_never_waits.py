@@ -1,5 +1,7 @@
-"""Launching a step on a GPU: no operator mixes host and device, and nothing makes the host wait. No number is right
-here; tests/engine/core/test_step_runner.py and tests/kernels are about those."""
+"""Tests that launching a step on a GPU mixes no host and device tensors and never makes the host wait.
+
+No number is right here; tests/engine/core/test_step_runner.py and tests/kernels test those.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +78,11 @@ KINDS: dict[str, dict[str, object]] = {
         "bad_words_ids": ((5, 6),), "min_tokens": 2, "prompt_logprobs": 0,
     },
 }  # fmt: skip
-"""By what is asked for."""
+"""Sampling parameters by the feature they use."""
 
 
 SHOWN = ("qwen2_5_vl", "qwen3_vl", "gemma3")
-"""Families whose images are tried with every change."""
+"""Image model families tested with every change; the others are slow tests."""
 
 
 class Shapes:
@@ -143,7 +145,7 @@ def empty_weights(table: ParameterTable) -> int:
 
 
 def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Records nothing, but refuses what a graph cannot hold."""
+    """Records nothing, but rejects what a graph cannot hold."""
     Waiting.capturing = True
     try:
         return lambda: None, function()
@@ -154,7 +156,7 @@ def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 def start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make_drafter: Any = None, *, graphs: bool, **options: Any
 ) -> EngineCore:
-    """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
+    """An engine whose steps are launched on the fake GPU; the sampled token is always PICKED."""
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture if graphs else None)
     options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
     with gpu.allows_waits():
@@ -171,7 +173,7 @@ def start(
 
 
 def traffic(kinds: dict[str, dict[str, object]]) -> list[EngineCoreRequest]:
-    """Each kind alone in a step, and beside others."""
+    """Each kind of request, once with 3 and once with 90 prompt tokens."""
     rng = random.Random(7)
     return [
         request(f"{name} {count}", [rng.randrange(3, 300) for _ in range(count)], max_tokens=6, **kind)
@@ -226,7 +228,7 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
 @pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa")])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool) -> None:
-    """Following a step and guessing, but for the one wait for the guesses."""
+    """The heads follow each step and draft; the host waits only for the drafts."""
     path = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
     tensors.pop("d2t", None)
@@ -267,7 +269,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool) -> None:
-    """All that it does until its guesses are waited for: catching up, and token by token."""
+    """The drafter catches up and drafts token by token; the host waits only for the drafts."""
     monkeypatch.setattr(DraftModelRunner, "measure_draft_costs", lambda *_: [(1, 0.001), (64, 0.002)])
     monkeypatch.setattr(draft_model, "load_weights", lambda table, *_, **__: empty_weights(table))
     served, small = (save_tiny_model(tmp_path / str(n), "llama", num_hidden_layers=n) for n in (2, 1))
@@ -297,7 +299,7 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window", "lfm2"])
 def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
-    """Norms of heads, windows, softcaps."""
+    """Models with head norms, sliding windows and softcaps."""
     path = save_tiny_model(tmp_path, family)
     engine = start(gpu, monkeypatch, graphs=False, attention_backend="triton", model=str(path))
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
@@ -325,7 +327,7 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 def test_states_and_latents(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, kernels: set[str]
 ) -> None:
-    """In graphs, in prompts, and with guesses."""
+    """In graphs, in prefills, and with draft tokens."""
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     drafts, options = Replaceable(), {"attention_backend": backend, "model": str(path), "state_memory": 0.1}
@@ -345,7 +347,9 @@ def test_states_and_latents(
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *slow(("qwen3-moe", "flash"))])
 def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str) -> None:
-    """Routed, sorted and multiplied without a look at the host, in graphs too, once their addresses are known."""
+    """Tokens are routed, sorted and multiplied without the host reading a value, in graphs too once the addresses of
+    the weights are known.
+    """
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path))
@@ -371,7 +375,7 @@ def test_images(
     parts: bool,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Read whole or in parts, beside text, with graphs behind them."""
+    """Images are encoded whole or in chunks, together with text, and followed by graphs."""
     if name.startswith("gemma4"):
         reason = "layers/schemes/clipped.py reads numbers when it packs weights, which fake tensors have not"
         request.applymarker(pytest.mark.xfail(reason=reason))
@@ -393,7 +397,9 @@ def test_images(
 
 @pytest.mark.slow
 def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Some of them whole on this rank: sorted, multiplied and summed without a look at the host, in graphs too."""
+    """Some experts are whole on this rank: tokens are sorted, multiplied and summed without the host reading a value,
+    in graphs too.
+    """
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
     path = save_tiny_model(tmp_path, "gpt_oss")
@@ -407,7 +413,7 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", *slow("gemma2", "gpt_oss", "deepseek_v2-dense")])
 def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
-    """Their parts of attention are computed, exchanged and merged in prompts and in graphs."""
+    """Partial attention is computed, exchanged and merged, in prefills and in graphs."""
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
     path = save_tiny_model(tmp_path, family)
@@ -430,7 +436,7 @@ def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch,
 def test_layers_from_the_host(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
 ) -> None:
-    """They come while others are computed, in captures too."""
+    """Layers are copied while others compute, inside captures too."""
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family, num_hidden_layers=4)
     offloaded = {"cpu_offload_gb": 1.0, "model": str(path), "attention_backend": backend}
@@ -445,7 +451,7 @@ def test_layers_from_the_host(
 
 
 class Quiet:
-    """Stands for NCCL: tensors on the GPU, of sizes that go together."""
+    """Stands for NCCL: tensors must be on the GPU, with sizes that match."""
 
     def _allgather_base(self, out: Tensor, x: Tensor) -> Quiet:
         assert out.is_cuda
@@ -475,14 +481,14 @@ class Quiet:
 
 
 class Agreeing(DistributedCollective):
-    """Ranks whose captures all go well. To ask them the host waits, as it does for the capture itself."""
+    """Ranks whose captures all succeed. To ask them, the host waits, as it does for the capture itself."""
 
     def all_ranks_succeeded(self, succeeded: bool, device: torch.device) -> bool:
         return succeeded
 
 
 class QuietRanks(SpmdRanks):
-    """Of two, this one alone is there."""
+    """Of two ranks, only this one exists."""
 
     note, failure = "2 ranks", ""
 
@@ -515,7 +521,7 @@ class QuietRanks(SpmdRanks):
 @pytest.mark.parametrize("graphs", [*slow(False), True])
 @pytest.mark.parametrize(("rank", "in_order"), [(0, True), *slow((0, False)), (1, True)])
 def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
-    """`rank`: whose picks are taken, its own or the first one's."""
+    """`rank` 0 samples; rank 1 uses the tokens of the first rank."""
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, rank, in_order))
     options = {"attention_backend": "triton", "enable_lora": True, "tensor_parallel_size": 2}
     engine = start(gpu, monkeypatch, graphs=graphs, **options)
@@ -559,7 +565,7 @@ def test_weights_of_few_bits(
     passes: bool,
     kernels: set[str],
 ) -> None:
-    """native: the GPU multiplies 8-bit floats. passes: PyTorch's products have passed their trial."""
+    """native: the GPU multiplies 8-bit floats. passes: PyTorch's matmul has passed its trial."""
     monkeypatch.setattr(quantized_linear, "can_multiply_float8", lambda codes: native)
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None if passes else "for a test")
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, quantization=quantization)
@@ -569,7 +575,7 @@ def test_weights_of_few_bits(
 
 
 def test_pinned_memory_is_not_used_again_by_us(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One buffer for two uploads, or for an upload that is made longer, is refused: its copy may not have begun."""
+    """Using one buffer for two uploads, or writing to it during an upload, is rejected: its copy may not have begun."""
     made, kept = torch.empty, list[Tensor]()
 
     def once(*shape: Any, pin_memory: bool = False, **named: Any) -> Tensor:
@@ -591,7 +597,7 @@ def test_pinned_memory_is_not_used_again_by_us(gpu: FakeGpu, monkeypatch: pytest
 
 
 def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that begin alike share the beginning of a large page."""
+    """Prompts with a common beginning share the beginning of a large block."""
     engine = start(gpu, monkeypatch, graphs=True, attention_backend="flash", max_num_batched_tokens=512)
     prompt = list(range(3, 103))
     run(engine, [request("first", prompt, max_tokens=2)])
@@ -599,7 +605,7 @@ def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Loaded:
-    """An AdapterLoader that has put every adapter there already."""
+    """An adapter loader whose adapters are all loaded at once."""
 
     def __init__(self) -> None:
         self.slots: list[tuple[int, None]] = []
@@ -619,7 +625,7 @@ class Loaded:
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, graphs: bool) -> None:
-    """Putting them into slots, prompts and decodes; rows without one launch none of their kernels."""
+    """Adapters are put into slots, and serve prefills and decodes; batches without one launch none of their kernels."""
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
     monkeypatch.setattr(startup, "make_adapter_loader", lambda *_: Loaded())

@@ -1,5 +1,6 @@
-"""Constraints that leave no token end their own request with an error: no token is made up, and no other request of the
-batch is harmed (issue 58)."""
+"""Tests that constraints that leave no token end their own request with an error: no token is invented, and no other
+request of the batch is harmed (issue 58).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outputs(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Tokens of all, and the causes of errors, by id."""
+    """The tokens of all requests and the causes of errors, by id."""
     tokens, causes = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
         engine.add_request(each)

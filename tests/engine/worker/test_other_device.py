@@ -1,5 +1,6 @@
-"""Devices of PyTorch's that are neither CPUs nor CUDA's: what is chosen for them by their names, and a model served on
-one that PyTorch computes on the host (tests/engine/worker/other_device.py)."""
+"""Tests PyTorch devices that are neither CPU nor CUDA: what is chosen for them by name, and a model served on one that
+PyTorch computes on the host (tests/engine/worker/other_device.py).
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_rules_chunks_and_prefixes(family: str, backend: str, other: None, tmp_p
     wanted = run(engine(path, attention_backend="reference", device="cpu"), asked)
     there = engine(path, attention_backend=backend, device="mps", max_num_batched_tokens=32)
     close(run(there, asked), wanted)
-    again = run(there, asked)  # from cached prefixes
+    again = run(there, asked)  # with cached prefixes
     assert any(each.cached_tokens for each in again.values())
     close(again, wanted)
 

@@ -1,4 +1,4 @@
-"""Weights in PyTorch's own format: the same model as from safetensors, and no file makes anything run."""
+"""Tests weights in PyTorch's pickle format: the model equals the one from safetensors, and no file executes code."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def answer(path: Path) -> list[int]:
 
 
 def pickled(path: Path, out: Path, *, old: bool = False, shards: int = 1) -> Path:
-    """The same folder with its weights in PyTorch's format."""
+    """Copy the folder with its weights in PyTorch's format."""
     shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = list(load_file(path / FILE).items())
     files = {OTHER: dict(tensors)}
@@ -71,7 +71,7 @@ def test_safetensors_are_read_where_both_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_headers_are_read_without_torch(old: bool, tmp_path: Path) -> None:
-    """Of every type, of views, parameters and tensors that are there twice."""
+    """Covers every dtype, views, parameters, and tensors stored twice."""
     plain: dict[str, Tensor] = {
         **{str(kind): torch.ones((2, 3)).to(kind) for kind in (torch.float64, torch.float32, torch.float16)},
         **{str(kind): torch.ones((2, 3)).to(kind) for kind in (torch.bfloat16, torch.int64, torch.int32, torch.int16)},
@@ -132,7 +132,7 @@ def test_a_file_that_would_run_something_does_not(old: bool, tmp_path: Path) -> 
 
 
 def test_a_pickle_is_followed_in_bounded_memory(tmp_path: Path) -> None:
-    """A place in its memory beyond all others; and what it takes that is not there."""
+    """A memo index beyond all others, and opcodes that pop what is not on the stack."""
     for instructions in (b"}r\xff\xff\xff\x7f.", b"\x80\x02u.", b"\x80\x02q\x00.", b"\x80\x02(((", b"\x80\x02h\x05."):
         start = b"".join(pickle.dumps(each, 2) for each in (1, 2, {}))
         (tmp_path / OTHER).write_bytes(start + b"\x80\x02" + instructions)

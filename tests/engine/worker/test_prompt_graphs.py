@@ -1,4 +1,4 @@
-"""Small steps with prompts as graphs, on a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
+"""Tests small steps with prefills in graphs, on a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) -> list[EngineCoreRequest]:
-    """Prompts, the third of which begins as the first does, that are read beside decodes, in parts of some steps."""
+    """Prompts computed together with decodes, some in chunks; the third begins like the first."""
     prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, length in enumerate(lengths)]
     prompts[2][:40] = prompts[0][:40]
     drawn = {"temperature": 0.8, "logprobs": 1}
@@ -57,7 +57,7 @@ def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **opti
 
 
 def twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
-    """What the second time gives, when every kind of graph was asked for; the first time must give the same."""
+    """Run the requests twice, so that the second run uses every kind of graph; both must give the same answers."""
     first = picked(run(engine, asked))
     assert picked(run(engine, asked)) == first
     return first
@@ -148,7 +148,7 @@ def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 @pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa", "mtp")])
 def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By graphs behind these: the same states and guesses, the same in their pages."""
+    """Graphs of the heads follow graphs of steps: the same states, drafts and KV blocks as without graphs."""
     found = []
     for capture in (None, FakeCapture()):
         options = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
@@ -166,7 +166,7 @@ def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.Monkey
 
 
 def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """In the place of a graph whose operations read from the host, as matrices' do on a CPU."""
+    """Stands for a graph whose operations read from the host, as recurrent layers' do on a CPU."""
     result = function()
     return lambda: unused(result.copy_(function())), result
 
@@ -189,7 +189,7 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
         rows: RecurrenceMetadata,
         slots_of: Tensor,
     ) -> Tensor:
-        """Of rows that fill up, which all are the scratch slot's, a kernel computes anything."""
+        """A kernel may compute anything for padding rows, all of which use the scratch slot."""
         if (guesses := rows.state_and_verified_counts) is not None:
             fills, contexts = slots_of == len(states.matrices) - 1, rows.context_lens
             seen = torch.where(fills, contexts - rows.query_start.diff(), guesses.num_state_tokens)
@@ -302,8 +302,8 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     ("rows", "serves"),
     [
         (ROWS, True),
-        (ROWS[:1], False),  # a decode graph's
-        ([ScheduledRequest("long", 0, 0, 506, [], should_sample=True)], False),  # with seven tokens that fill up
+        (ROWS[:1], False),  # a decode graph serves this
+        ([ScheduledRequest("long", 0, 0, 506, [], should_sample=True)], False),  # too long with seven padding tokens
         ([ScheduledRequest("fits", 0, 0, 505, [], should_sample=True)], True),
         ([ScheduledRequest(str(at), at % 6, 0, 2, [], should_sample=True) for at in range(7)], True),
         ([ScheduledRequest(str(at), at % 6, 0, 2, [], should_sample=True) for at in range(8)], False),

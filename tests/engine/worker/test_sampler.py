@@ -1,4 +1,4 @@
-"""The sampler against transformers' logits processors, and its draws against the distribution."""
+"""Tests the sampler against transformers' logits processors, and its samples against the distribution."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def row(
 
 
 def adjust(logits: torch.Tensor, row: SamplingRow) -> None:
-    """One row's logits [vocab], in place."""
+    """Process the logits [vocab] of one row, in place."""
     process_logits_and_find_exhausted(logits[None], [row], None, HostLogitsProcessor())
 
 
@@ -87,7 +87,7 @@ def test_filters_are_those_of_transformers(params: dict[str, float], vocab: int)
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e-300])
 def test_the_least_temperatures_are_greedy(temperature: float) -> None:
-    """Divided by them logits are infinite, and any token was drawn."""
+    """Logits divided by such temperatures are infinite, so that any token was sampled."""
     rows = [row(temperature=temperature, seed=seed, logprobs=0) for seed in range(6)]
     logits = noise(6, 500)
     found = sample_token_ids(logits.clone(), rows)
@@ -208,7 +208,7 @@ def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -
     expected = logits.softmax(-1).double() * len(rows)
     chi_squared = ((counts - expected)[:4] ** 2 / expected[:4]).sum()
     assert counts[4] == 0
-    assert chi_squared < 16.3  # 99.9 % of samples, 3 degrees of freedom; the draws are fixed, so this cannot flake
+    assert chi_squared < 16.3  # 99.9 % of samples, 3 degrees of freedom; the samples are fixed, so this cannot flake
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     assert sample_token_ids(logits.repeat(len(rows), 1), [rows[i] for i in order]).tolist() == picks[order].tolist()
     assert len({u.item() for u in uniform_draws(rows)}) == len(rows)

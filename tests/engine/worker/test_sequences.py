@@ -1,4 +1,4 @@
-"""Guesses in a decode graph, where each token is a row: what a slot's rows are to matrices."""
+"""Tests draft tokens in a decode graph, where each token is a row: how recurrent layers see the rows of a slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmoothQuant: the model computes what it computed before, and in 8 bits it comes closer to that."""
+"""Tests SmoothQuant: the smoothed model computes the same as before, and its int8 form comes closer to it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from tests.tiny_models import VOCAB, save_tiny_model
 SAMPLES = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(40)] for i in range(3)]
 TRIED = [3 + (11 * j + j * j) % (VOCAB - 3) for j in range(48)]
 NORMS = {"llama": 6, "gemma3": 8, "gpt_neox": 6, "cohere": 3, "phi3": 6, "opt": 6, "falcon_h1": 4, "deepseek_v3": 7}
-"""How many norms are read by linears alone: of attention and MLP, in Cohere's layers the one of both; in the sparse
-layers of DeepSeek-V3 those of attention alone, which are two with its queries' latents."""
+"""By family, the number of norms read only by linears: those of attention and MLP; in Cohere's layers the one of both;
+in the sparse layers of DeepSeek-V3 only those of attention, which are two with the norm of the queries' latents.
+"""
 
 
 def save(folder: Path, family: str) -> Path:
-    """A model in which a few of the inputs that norms give are many times the others, as in large language models."""
+    """A model in which a few outputs of norms are many times the others, as in large language models."""
     path = save_tiny_model(folder / "model", family, dtype=torch.float32)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
@@ -39,7 +40,7 @@ def save(folder: Path, family: str) -> Path:
 
 
 def logits(path: Path) -> Tensor:
-    """transformers', in float64 where its class computes that: experts it does not."""
+    """transformers' logits, in float64 unless the class has experts, which do not compute in float64."""
     config = AutoConfig.from_pretrained(path)
     wide = torch.float32 if hasattr(config, "n_routed_experts") else torch.float64
     model = AutoModelForCausalLM.from_pretrained(path, dtype=wide)

@@ -1,4 +1,4 @@
-"""The start of the device half, of decoders and of encoders."""
+"""Tests how a worker starts, for decoders and encoders."""
 
 from __future__ import annotations
 

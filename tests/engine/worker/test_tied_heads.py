@@ -1,5 +1,6 @@
-"""A checkpoint whose config.json ties the output head to the embedding, and whose files hold something else (issue 58):
-the files count more, as in transformers."""
+"""Tests checkpoints whose config.json ties the output head to the embedding while the files hold two different
+matrices: the files win, as in transformers (issue 58).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ ALONE = ("llama", "qwen3", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "mpt", "f
 
 
 def rewrite(folder: Path, **changes: str | None) -> None:
-    """Rename tensors; None: leave them out."""
+    """Rename tensors; None removes them."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     renamed = {changes.get(name, name): tensor for name, tensor in tensors.items()}
@@ -32,7 +33,7 @@ def rewrite(folder: Path, **changes: str | None) -> None:
 
 
 def untied(folder: Path, family: str) -> Path:
-    """The files hold two matrices, and config.json says that they are one."""
+    """A model whose files hold two matrices, and whose config.json says that they are one."""
     path = save_tiny_model(folder, family, tie_word_embeddings=False)
     edit_json(path / "config.json", tie_word_embeddings=True)
     return path

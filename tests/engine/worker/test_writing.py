@@ -1,5 +1,6 @@
-"""Checkpoints that `quire quantize` writes: Quire serves them as it serves what it quantizes at load, and others read
-the same numbers."""
+"""Tests checkpoints that `quire quantize` writes: Quire serves them as it serves a model quantized at load, and other
+libraries read the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ def model(folder: Path, family: str, *, dtype: torch.dtype = torch.bfloat16, **o
 
 
 def words(packed: Tensor) -> Tensor:
-    """[n, m] int32 words as [n, 8 m] half bytes, the lowest first."""
+    """Unpack int32 words [n, m] into 4-bit values [n, 8 m], the lowest first."""
     whole = packed.numpy().astype(np.int64)
     return torch.from_numpy(np.stack([whole >> shift & 15 for shift in range(0, 32, 4)], -1).reshape(len(whole), -1))
 
 
 def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
-    """The weights [out, in] of a linear that was written, number by number."""
+    """The dequantized weights [out, in] of a linear, number by number."""
     scales = tensors[f"{linear}.weight_scale"].double()
     if (packed := tensors.get(f"{linear}.weight_packed")) is None:
         return tensors[f"{linear}.weight"].double() * scales
@@ -120,17 +121,17 @@ def test_compressed_tensors_and_transformers_read_it(name: str, tmp_path: Path) 
 
     path = model(tmp_path, "llama", dtype=torch.float32)
     quantize_folder(path, tmp_path / "out", name, ReferenceBackend())
-    # Unpacked as it loads: compressed-tensors 0.20 loads zero points, its own too, in no other way.
+    # Decompressed at load: compressed-tensors 0.20 loads zero points, its own too, only this way.
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if name == "int4" else {}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **options)
     ids = torch.tensor([PROMPTS[2]])
     with torch.inference_mode():
-        loaded(ids)  # what is not unpacked yet is, now
+        loaded(ids)  # decompresses the rest
     written = load_file(tmp_path / "out/model.safetensors")
     for layer in range(2):
         for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
             linear = f"model.layers.{layer}.{part}"
-            wanted = meant(written, linear).to(torch.bfloat16 if options else torch.float32)  # as scales are, then
+            wanted = meant(written, linear).to(torch.bfloat16 if options else torch.float32)  # scales are bfloat16 then
             assert torch.equal(loaded.get_submodule(linear).weight, wanted.float())
     assert torch.equal(loaded.lm_head.weight, written["lm_head.weight"])
 

@@ -1,7 +1,8 @@
-"""The Triton kernels' tests: compiled where there is a GPU; else under Triton's interpreter, in a process of their own.
+"""The Triton kernels' tests: compiled if there is a GPU, else under Triton's interpreter, in a separate process.
 
-Triton reads TRITON_INTERPRET when it is imported, for good, and other tests share a process with this folder. So
-tests/kernels/test_triton.py starts one with the variable set, and without it and a GPU nothing here is collected.
+Triton reads TRITON_INTERPRET once, when it is imported, and other tests share a process with this folder. So
+tests/kernels/test_triton.py starts a process with the variable set. Without it and without a GPU nothing here is
+collected.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def generator() -> torch.Generator:
 
 @pytest.fixture(scope="session", autouse=True)
 def _bfloat16_as_on_a_gpu() -> None:
-    """The interpreter keeps bfloat16 as uint16; (seen in 3.6 and 3.7) tl.dot multiplies those, and casts cut off."""
+    """The interpreter stores bfloat16 as uint16. In 3.6 and 3.7 tl.dot multiplies those, and casts truncate."""
     if not INTERPRETED:
         return
     import triton.language as tl

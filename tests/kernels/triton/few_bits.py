@@ -1,4 +1,4 @@
-"""Weights of few bits for the tests of their products."""
+"""Quantized weights for the tests of quantized linears."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-"""And what a result may be off."""
+"""Types, and the relative error allowed in each."""
 
 
 def grouped(
@@ -26,7 +26,7 @@ def grouped(
     values: tuple[int, ...] | None = None,
     ordered: bool = False,
 ) -> GroupedWeight:
-    """Scales and offsets of 11 bits, as checkpoints have them, which differ from group to group."""
+    """Scales and offsets have 11 bits, as in checkpoints, and differ from group to group."""
     if bits == 4:
         codes = torch.randint(0, 256, (outs, inner // 2), generator=generator).to(torch.uint8)
     else:
@@ -55,11 +55,11 @@ def there(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
 
 
 FEW = 16
-"""Rows up to which x is never rounded, but with --deterministic."""
+"""Rows up to which x is never rounded, except with --deterministic."""
 
 
 def rounded(x: Tensor, *, floats: bool, block: int = 128) -> Tensor:
-    """x as 8 bits hold it, [rows, in] float64: so many inputs of a row share a scale."""
+    """x as 8 bits represent it, [rows, in] float64; `block` inputs of a row share a scale."""
     pieces = []
     for some in x.float().split(block, dim=1):
         peak = some.abs().amax(1, keepdim=True)

@@ -1,5 +1,6 @@
-"""Triton's interpreter with guards: a kernel that reads or writes a byte outside of its tensors fails; and the programs
-of a grid run in any order."""
+"""Triton's interpreter with guards: a kernel fails if it reads or writes a byte outside of its tensors, and the
+programs of a grid run in a random order.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from triton.runtime import interpreter
 
 
 class Memory:
-    """What kernels may touch: the bytes of the tensors they are given, and of those in `others`, which they find by
-    their addresses."""
+    """What kernels may touch: the bytes of their tensor arguments, and of the tensors in `others`, which they find by
+    address.
+    """
 
     def __init__(self, others: Sequence[Tensor]) -> None:
         self.others, self.given = list(others), list[Tensor]()
@@ -36,7 +38,7 @@ class Memory:
 
 @contextlib.contextmanager
 def guarded(seed: int, others: Sequence[Tensor] = ()) -> Iterator[Memory]:
-    """Kernels that are launched meanwhile touch nothing else, and their programs run in an order of the seed's."""
+    """Within the block, kernels are guarded and their programs run in an order that `seed` decides."""
     memory, builder = Memory(others), interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     call, order = interpreter.GridExecutor.__call__, random.Random(seed)

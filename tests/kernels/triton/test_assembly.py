@@ -1,4 +1,4 @@
-"""What PTX makes of codes of few bits, instruction by instruction: Triton's interpreter runs none."""
+"""The PTX that decodes 4-bit and 8-bit codes, run instruction by instruction: Triton's interpreter runs no PTX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Words = np.ndarray
 
 
 def ran(code: str, given: Words, wide: bool) -> list[Tensor]:
-    """What $0 holds behind the code, its lower and its upper half, float64; $1 has the words that are given."""
+    """The lower and the upper half of $0 after the code, in float64; $1 holds the given words."""
     registers, found = {"$1": given.astype(np.uint64)}, list[Tensor]()
 
     def value(name: str) -> Words:
@@ -77,5 +77,5 @@ def test_all_codes_become_their_numbers(floats: bool, wide: bool) -> None:
         for half, got in enumerate(ran(byte_decode_asm(floats, wide, part), words, wide)):
             codes = torch.from_numpy(((words >> (16 * half + 8 * part)) & 255).astype(np.uint8))
             wanted = codes.view(torch.float8_e4m3fn if floats else torch.int8).double()
-            known = ~wanted.isnan()  # what is no number becomes one: factors say it
+            known = ~wanted.isnan()  # a NaN code becomes some number: the weight's factors hold the NaN
             assert torch.equal(got[known], wanted[known])

@@ -25,8 +25,9 @@ MIXED = [(270, 1), (5, 5), (16, 16), (60, 33), (33, 2)]
 
 
 class Paged(ReferenceBackend):
-    """The backend with pages of some size, taking and returning tensors of the CPU. Keys and values are stored by the
-    reference, whose layout it is: our own kernel takes the interpreter seconds."""
+    """The backend with a given block size, on CPU tensors. The reference stores keys and values, in the same layout:
+    the Triton kernel takes seconds under the interpreter.
+    """
 
     def __init__(self, size: int, device: torch.device, *, fixed: bool = False) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def test_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("window", [None, 40])
 def test_sinks(device: torch.device, window: int | None, fixed: bool) -> None:
-    """Below, among and far above the scores; whether splits are merged or reduced."""
+    """Sinks below, among and far above the scores; splits merged or reduced."""
     sinks = torch.tensor([-3.0, 0.5, 90.0])
     for mix in (DECODE, MIXED):
         check(Paged(16, device, fixed=fixed), mix, torch.bfloat16, window=window, sinks=sinks)
@@ -109,12 +110,12 @@ def test_long_contexts_are_split(device: torch.device) -> None:
 
 
 def test_large_scores(device: torch.device) -> None:
-    """In the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
+    """Scores are in the hundreds, where float32 itself is exact to about 1e-5."""
     check(Paged(16, device), MIXED, torch.float32, tolerance=2e-4, scale=20.0)
 
 
 def test_scores_far_below_zero(device: torch.device) -> None:
-    """The peak of a tile, not 0, anchors its exponentials."""
+    """The exponentials are relative to a tile's peak, not to 0."""
     q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
     v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
     assert torch.allclose(attend(Paged(16, device), [Part(q, k, v)])[0], torch.tensor(149.5))
@@ -143,7 +144,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoded alone, in chunks of any kind, or as one prompt, a row has the same bits, stored in parts or merged."""
+    """A row has the same bits decoded alone, in any chunk, or in one prompt, with partial results stored or merged."""
     backend = Paged(16, device, fixed=True)
     part = random_part(520, 18, 2, 1, dim, dtype, generator)
     whole = attend(backend, [part], window=window, softcap=softcap)[0]
@@ -175,7 +176,7 @@ def test_any_mix(
     size: int,
     window: int | None,
 ) -> None:
-    """Even and fixed splits agree with the reference, and fixed ones, to the bit, with each sequence alone."""
+    """Even and fixed splits match the reference; fixed splits equal each sequence alone bit for bit."""
     generator, device = torch.Generator().manual_seed(seed), torch.device("cpu" if INTERPRETED else "cuda")
     parts = [random_part(context, min(context, queries), *heads, dim, dtype, generator) for context, queries in lengths]
     expected = attend(reference, [part.to(torch.float64) for part in parts], window=window)

@@ -1,5 +1,6 @@
-"""Triton on pages of 8-bit codes: attention against float64 on the rounded numbers, what rope_and_store_kv rounds, and
-the bitwise contract."""
+"""Triton on 8-bit KV caches: attention against float64 on the rounded values, the codes that rope_and_store_kv writes,
+and the bitwise contract.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_long_contexts_are_split(device: torch.device, kv_dtype: torch.dtype, ge
 
 @codes
 def test_small_values_in_float16(device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Many keys of small values: weights times scales would be below float16's normal numbers."""
+    """With many keys of small values, weights times scales would be below float16's normal numbers."""
     part = random_part(900, 1, 2, 1, 64, torch.float16, generator)
     small = Part(part.q, part.k * 0.1, part.v * 2**-9)
     scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.05, 2**-13)
@@ -69,7 +70,7 @@ def test_small_values_in_float16(device: torch.device, kv_dtype: torch.dtype, ge
 def test_fixed_splits_do_not_depend_on_the_batch(
     device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Decoded alone, in chunks of any kind, or as one prompt, a row has the same bits."""
+    """A row has the same bits decoded alone, in any chunk, or in one prompt."""
     backend = Paged(16, device, fixed=True)
     part = random_part(520, 18, 2, 1, 32, torch.bfloat16, generator)
     whole = attend(backend, [part], kv_dtype=kv_dtype)[0]
@@ -85,7 +86,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
 def test_rope_store(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, scales: KVScales, generator: torch.Generator
 ) -> None:
-    """The reference's codes and scales bit for bit, of zeros, tiny and huge numbers too; no other byte is touched."""
+    """Codes and scales are equal bit for bit, also for zeros, tiny and huge numbers. No other byte changes."""
     heads, kv_heads, dim = 4, 3, 24
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (9, 9), (30, 20)]]
     k_cache, _, metadata = page(reference, parts, kv_dtype=kv_dtype)

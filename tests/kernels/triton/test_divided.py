@@ -1,5 +1,6 @@
-"""Triton's attention of ranks that divide the tokens of sequences, one rank after another: against the reference in
-float64, and with fixed splits the same bits for a row in every batch."""
+"""Triton under decode context parallelism, rank after rank: against the float64 reference, and with fixed splits the
+same bits for a row in every batch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ reference = ReferenceBackend()
 
 
 class Divided(SerialContextParallel):
-    """Takes and returns tensors of the CPU, and stores as the reference does."""
+    """Takes and returns CPU tensors, and stores as the reference does."""
 
     def __init__(self, ranks: int, device: torch.device, *, fixed: bool = False) -> None:
         super().__init__(TritonBackend(deterministic=fixed), ranks)
@@ -97,7 +98,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if values is not None and window is not None:
-        window = None  # latents have none
+        window = None  # MLA has no windows
     backend = Divided(2, device, fixed=True)
     part = random_part(1100, 18, 2, 1, 48, torch.bfloat16, generator)
     rules = {"window": window, "values": values}
@@ -113,7 +114,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("queries", [1, 20])
 def test_pages_of_codes(device: torch.device, kv_dtype: torch.dtype, queries: int, generator: torch.Generator) -> None:
-    """Each rank's pages of its own, as ranks have them."""
+    """Each rank has its own pages."""
     ranks, tile, dim, pages = 2, 16, 64, 5
     part = random_part(150, queries, 4, 2, dim, torch.bfloat16, generator)
     scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.03, 0.03)

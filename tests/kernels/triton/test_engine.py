@@ -1,4 +1,4 @@
-"""The engine on Triton alone, attention, fused kernels and sampling: the same tokens as on plain PyTorch."""
+"""The engine on Triton attention, fused kernels and sampling gives the tokens of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_tokens_are_those_of_the_reference(
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 36)]
 
     def answers(backend: str) -> list[list[int]]:
-        # On a GPU "auto" makes bfloat16 of float32, whose rounding alone makes other tokens.
+        # On a GPU "auto" would choose bfloat16, whose rounding changes tokens.
         kept = {"num_kv_blocks": 64, "max_num_batched_tokens": 32, "dtype": "float32"}
-        kept["enforce_eager"] = backend == "reference"  # no CUDA graph can hold it
+        kept["enforce_eager"] = backend == "reference"  # a CUDA graph cannot capture the reference
         config = EngineConfig(model=str(path), attention_backend=backend, **kept | options)
         asked = zip(prompts, KINDS, strict=True)
         requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_the_reference(
 def test_images_are_read_as_the_reference_reads_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that see each other; features behind the first layers, positions by row and column."""
+    """Image tokens see each other; features enter after the first layers; positions are by row and column."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
         monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton, against float64 and the reference."""
+"""Mixtures of experts in Triton against float64 and the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels.ragged import error
 from tests.kernels.test_experts import CHOSEN, CLAMP, COUNT, HIDDEN, INNER, TOLERANCE, experts, wanted, weights
 
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""What MXFP4's codes stand for, doubled."""
+"""The values of MXFP4 codes, doubled."""
 
 
 def moved(given: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def moved(given: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
 
 
 def mxfp4(weight: Tensor) -> GroupedWeight:
-    """Some weight of that form, not this one."""
+    """A weight in MXFP4 with the shape of `weight` and other values."""
     codes = (weight.float().view(torch.int32) >> 7).to(torch.uint8)[:, ::2].contiguous()
     scales = torch.full((len(weight), weight.shape[1] // 32), 2.0**-6, device=weight.device)
     return GroupedWeight(codes, scales, code_values=FP4)
@@ -103,8 +103,7 @@ def test_every_router(device: torch.device, routing: Routing, generator: torch.G
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("count", [7, 128])
 def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device, generator: torch.Generator) -> None:
-    """Those of `choose_experts`, in its order: the first of equal ones, each expert once, also where scores are no
-    numbers."""
+    """The order is that of `choose_experts`: the first of equal scores, each expert once, also if scores are NaN."""
     scores = torch.randn((9, count), generator=generator).mul(4).round().div(4)  # many are equal
     scores[3], scores[4, 2], scores[5] = -torch.inf, torch.inf, 0.0
     scores[5, ::2] = -0.0
@@ -160,8 +159,9 @@ def test_experts_that_nobody_chose_are_not_read(device: torch.device, generator:
 def test_ranks_that_have_some_experts_give_the_sum_together(
     device: torch.device, form: str | None, generator: torch.Generator
 ) -> None:
-    """What each gives is what plain PyTorch says of those experts alone, and others' are not read: there is nothing in
-    their places. A token none of whose experts is here gets zeros."""
+    """Each rank's output equals plain PyTorch on its experts. Other experts are not there, so they cannot be read. A
+    token without a local expert gets zeros.
+    """
     given, x = weights(torch.float32, generator), torch.randn((60, HIDDEN), generator=generator)
     packed = None if form is None else FORMS[form]
 

@@ -1,4 +1,4 @@
-"""Norms, gates, rope and KV store in Triton against the reference in float64."""
+"""Norms, gates, RoPE and KV stores in Triton against the float64 reference."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_add_rms_norm(
 def test_layer_norm(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Of numbers whose mean is large, and of a sum."""
+    """Inputs with a large mean, and the sum of two tensors."""
     x, residual = (torch.randn((2, *shape), generator=generator) + 3).to(dtype)
     weight, bias = torch.randn((2, shape[-1]), generator=generator)
     there = (weight.to(device), bias.to(device), 1e-5)
     got = triton_fused.layer_norm(x.to(device), *there).cpu()
     assert got.shape == shape
-    given = (each.to(device, copy=True) for each in (x, residual))  # on a CPU they would be x and residual themselves
+    given = (each.to(device, copy=True) for each in (x, residual))  # a CPU .to() would not copy
     normed, summed = triton_fused.add_layer_norm(*given, *there)
     assert torch.equal(summed.cpu(), x + residual)
     if len(x):
@@ -104,7 +104,7 @@ def test_rope_store(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
-    """Queries are returned, keys and values lie in their slots, and no other slot is touched."""
+    """No slot outside of the mapping changes."""
     heads, kv_heads, backend = 6, 2, Paged(size, device)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (9, 9), (300, 2)]]
     k_cache, v_cache, metadata = page(backend, parts)
@@ -127,7 +127,7 @@ def test_rope_store(
 
 
 def test_rope_store_by_other_places(device: torch.device, generator: torch.Generator) -> None:
-    """Tokens of images are turned by a row of their own, those behind by another position than theirs."""
+    """Image tokens rotate by their own table row; later tokens by another position than their own."""
     heads, kv_heads, dim = 6, 2, 72
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float32, generator) for c, q in [(1, 1), (40, 40), (300, 2)]]
     k_cache, v_cache, metadata = page(Paged(16, device), parts)

@@ -1,4 +1,4 @@
-"""Kernels touch no byte outside of their tensors, and give the same bits in whichever order their programs run."""
+"""Kernels touch no byte outside of their tensors, and give the same bits in any order of their programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MIXES = {"decodes": [(33, 1), (1, 1), (270, 1)], "both": [(40, 1), (17, 1), (5, 
 
 
 def held(compute: Callable[[], Tensor], *others: Tensor) -> None:
-    """Guarded, in three orders."""
+    """Compute under guards in three orders."""
     wanted = compute()
     for seed in range(3):
         with guarded(seed, others) as memory:
@@ -105,7 +105,7 @@ def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: t
 )
 @pytest.mark.parametrize("rows", [1, 70])
 def test_products(form: Callable[[Tensor], object], rows: int, generator: torch.Generator) -> None:
-    """Of fewer outputs than a tile of few rows has, which end where their lines do."""
+    """Fewer outputs than a tile of few rows has: tiles end where the rows of the output do."""
     weight = torch.randn((60, 160), generator=generator)
     linear = TritonBackend().pack_quantized([form(weight)], None, dtype=torch.bfloat16)
     x = torch.randn((rows, 160), generator=generator).bfloat16()
@@ -139,7 +139,7 @@ def angles(size: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["delta", "space", "scan with norms"])
 def test_matrices(kind: str) -> None:
-    """Whose states are as they were before each order."""
+    """The states are reset before each order."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS[kind][0](generator)
     kept = Kept(TritonBackend(), shape, torch.bfloat16, 3)
@@ -153,14 +153,14 @@ def test_matrices(kind: str) -> None:
         rows = [Row(each, 4, 4 - at, len(each) - 2, at) for at, each in enumerate(numbers)]
         found = torch.cat(kept.step(rows)).flatten()
         states = [each[:2].flatten().float() for each in (kept.states.matrices, kept.states.draft_inputs)]
-        return torch.cat([found.float(), *states]).nan_to_num(77.0)  # one place for a guess is never written
+        return torch.cat([found.float(), *states]).nan_to_num(77.0)  # one draft position is never written
 
     held(computed)
 
 
 @pytest.mark.parametrize("kind", ["delta", "space"])
 def test_matrices_by_pieces(kind: str) -> None:
-    """Of a prompt whose last piece is not whole, beside a decode."""
+    """A prompt whose last chunk is partial, batched with a decode."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS[kind][0](generator)
     kept = Kept(TritonBackend(), shape, torch.bfloat16)
@@ -218,12 +218,12 @@ def scales_of(packed: list[PackedWeight]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("plain", "rotated", "values"), [(24, 8, 20), (32, 16, 48)])
 def test_expanded_latents(plain: int, rotated: int, values: int, generator: torch.Generator) -> None:
-    """Where both parts of a key are one, and where they are apart; of sequences that end inside of tiles."""
+    """Both parts of a key together or apart; sequences end within tiles."""
     heads, size, lengths = 3, 40, (70, 1, 33)
     parts = [random_part(length, length, 1, 1, size + rotated, torch.bfloat16, generator) for length in lengths]
     cache, _, metadata = page(TritonBackend(), parts)
     q = torch.randn((sum(lengths), heads, plain + rotated), generator=generator).bfloat16()
-    # Small integers, whose sums PyTorch's products on a CPU round alike wherever in memory they lie.
+    # Small integers: PyTorch's CPU products round their sums alike at any memory address.
     absorb = torch.randint(-2, 3, (heads, size, plain), generator=generator).bfloat16()
     halves = absorb, torch.randint(-2, 3, (heads, values, size), generator=generator).bfloat16()
     held(lambda: run_expanded_attention(q, halves, cache, metadata, AttentionParams(0.3, value_dim=size)))

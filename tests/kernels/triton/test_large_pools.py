@@ -1,5 +1,6 @@
-"""Pools of more numbers than 32 bits count: what kernels read and write there is what they do in a small one. Memory
-that nobody touches is none on the host; a GPU must have it."""
+"""Kernels address pools of more than 2**31 elements as they do small ones. Untouched memory costs nothing on the host;
+a GPU must have it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def _room(device: torch.device) -> None:
 
 
 def behind(small: Tensor) -> tuple[Tensor, int]:
-    """The same pages, or slots, behind so many others that nobody touches."""
+    """`small` at the end of a large tensor, after untouched pages or slots; and the number of these."""
     others = -(-_NUMBERS // small[0].numel())
     large = torch.empty((others + len(small), *small.shape[1:]), dtype=small.dtype, device=small.device)
     large[others:].copy_(small)
@@ -48,7 +49,7 @@ def moved(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetada
 def test_keys_and_values(
     device: torch.device, size: int, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
-    backend, paged = TritonBackend(), ReferenceBackend()  # pages are made on the CPU
+    backend, paged = TritonBackend(), ReferenceBackend()  # the test fills pages on the CPU
     backend.block_size = paged.block_size = size
     parts = [random_part(context, count, 4, 2, 64, torch.bfloat16, generator) for context, count in CONTEXTS]
     k_cache, v_cache, metadata = page(paged, parts, kv_dtype=kv_dtype)

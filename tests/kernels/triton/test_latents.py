@@ -1,5 +1,6 @@
-"""Latent attention in Triton: against sums in float64 and the reference; with fixed tiles the same bits in any batch
-and any chunks."""
+"""MLA in Triton against direct float64 sums and the reference; with fixed tiles the same bits in any batch and
+chunking.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.kernels.test_latent import MIX, TOLERANCE, expected
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = [(32, 16, 5, 16), (30, 6, 3, 64), (512, 64, 2, 256)]
-"""L, R, heads, and tokens of a page."""
+"""L, R, heads, and tokens per block."""
 
 
 def attended(
@@ -110,8 +111,9 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoded alone, in chunks of any kind, or as one prompt; stored in parts, or merged. The most heads have tiles of
-    an H100."""
+    """A row is decoded alone, in any chunk, or in one prompt, with partial results stored or merged. The most heads use
+    the tiles of an H100.
+    """
     if heads == 18:
         monkeypatch.setattr(absorbed_attention, "is_hopper", lambda device: True)
     backend = made(16, fixed=True)
@@ -166,7 +168,7 @@ def test_what_is_stored_is_the_references(
     mine, judge = (each.view(torch.uint8).float() if kv_dtype else each.float().nan_to_num(7.0) for each in caches)
     if kv_dtype is None:
         assert error(judge, mine) < TOLERANCE[dtype]
-    else:  # a number at the middle of two codes may become either
+    else:  # a number halfway between two codes may become either
         assert ((mine != judge).float().mean()) < 2e-3
 
 
@@ -199,7 +201,7 @@ def test_blocks(
 def test_expanding_gives_what_absorbing_gives(
     device: torch.device, plain: int, rotated: int, value: int, generator: torch.Generator
 ) -> None:
-    """Where both parts of a key are one, and where they are apart."""
+    """Both parts of a key together or apart."""
     heads, size = 3, 40
     backend, lengths = TritonBackend(), (37, 5, 16, 1, 39)
     latent = of_tokens(size, rotated, True, generator, device)

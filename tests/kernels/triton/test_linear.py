@@ -1,4 +1,4 @@
-"""The linear of --deterministic: right, and the same bits for a row in every batch."""
+"""The linear of --deterministic: close to float64, and the same bits for a row in every batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Adapters behind linears in Triton: right, and the same bits for a row whatever other rows and adapters share its
-batch."""
+"""LoRA on Triton linears: close to merged weights, and the same bits for a row whatever rows and adapters share its
+batch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ PARTS = (48, 16, 130)
 """Outputs: less than a block, and more than two."""
 RANKS = (1, 5, 16, 64, 256)
 SLOTS = len(RANKS) + 1
-"""The last stays empty."""
+"""The last slot stays empty."""
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def deltas(rank: int, inner: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraDelta]:
-    """Of the first part and the last; the one between has none."""
+    """Deltas of the first and the last part; the middle part has none."""
     found = []
     for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
         down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, inner), (outs, rank)))
@@ -50,7 +51,7 @@ class Made:
             self.linear.put_adapter(slot, self.linear.pack_one_adapter(own))
 
     def expected(self, x: Tensor, adapters: Tensor) -> Tensor:
-        """float64, with the weights merged."""
+        """Computed in float64 with merged weights."""
         out = []
         for row, slot in zip(x.cpu().double(), adapters.tolist(), strict=True):
             merged = self.weight.cpu().double()
@@ -87,7 +88,7 @@ def test_split_inputs(device: torch.device, generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    """Bit by bit: in a batch, in another order, alone; and rows without an adapter as the linear itself."""
+    """Compares a batch, another order, and each row alone. Rows without an adapter equal the plain linear."""
     made = Made(70, dtype, device, generator)
     x = torch.randn((19, 70), generator=generator).to(device, dtype)
     adapters = torch.randint(0, SLOTS + 1, (19,), generator=generator).to(device)
@@ -105,7 +106,7 @@ def test_a_row_alone(dtype: torch.dtype, device: torch.device, generator: torch.
 
 
 def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.Generator) -> None:
-    """More adapters than a tile has rows."""
+    """There are more adapters than a tile has rows."""
     inner, count = 32, 20
     weight = torch.randn((48, inner), generator=generator).to(device)
     slots = AdapterSlotSpec(count, inner, (48,), 8, torch.float32, False, device)
@@ -123,7 +124,7 @@ def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.
 
 
 def test_slots_are_filled_again(device: torch.device, generator: torch.Generator) -> None:
-    """A larger rank, a smaller one and none take the place of others; what they left is not seen."""
+    """A larger rank, a smaller one and none replace other adapters; nothing of the replaced ones remains."""
     made = Made(70, torch.float32, device, generator)
     x = torch.randn((5, 70), generator=generator).to(device)
     for slot, other in ((1, 3), (5, 1)):

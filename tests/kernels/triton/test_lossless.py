@@ -1,4 +1,4 @@
-"""Layers with states and with latents on Triton, deterministic: the same tokens with everything on."""
+"""Recurrent and MLA models on deterministic Triton give the same tokens with all features on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 
 
 def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """In a graph's place."""
+    """Stands for a graph: a replay runs the function again."""
     result = function()
     return lambda: result.copy_(function()), result  # type: ignore[return-value]
 
@@ -34,8 +34,9 @@ def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tenso
 def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
     family: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deterministic, against each request alone with nothing cached. graphs: decodes and guesses are rows, each of a
-    token, as in CUDA graphs."""
+    """Compared with each request alone and uncached. graphs: decodes and drafts are rows of one token each, as in CUDA
+    graphs.
+    """
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
     monkeypatch.setitem(
@@ -68,7 +69,7 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
 def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deterministic: each with rows and sequences beside it that fill up."""
+    """The graphs pad steps with extra rows and sequences."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
     monkeypatch.setitem(

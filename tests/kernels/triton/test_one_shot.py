@@ -1,5 +1,6 @@
-"""Sums over ranks in one kernel: several ranks' kernels under Triton's interpreter at once, which take turns at every
-read and write of memory, in random orders."""
+"""One-shot all-reduce: several ranks' kernels run at once under Triton's interpreter and take turns at every memory
+access, in random orders.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ from triton.language import core
 from triton.runtime import interpreter
 
 LANGUAGE = (tl, core)
-"""What a kernel of this file knows of Triton's language, and so what a launch of it changes there."""
+"""The parts of Triton's language that a kernel of this file uses, and that a launch therefore patches."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Turns:
-    """One thread runs at a time; at each access to memory it may be another one's turn."""
+    """One thread runs at a time; each memory access may switch to another."""
 
     def __init__(self, seed: int, threads: int) -> None:
         self._random, self._turn = random.Random(seed), threading.Condition()
@@ -75,14 +76,15 @@ class Turns:
 
 @triton.jit
 def around(work):
-    """A kernel that the interpreter runs as Python. At each launch it puts its own functions into Triton's language and
-    takes them back at the end: what is launched within another launch finds and leaves those of the interpreter."""
+    """A kernel that the interpreter runs as Python. Each launch patches Triton's language and restores it at the end. A
+    launch within this one finds the language patched and leaves it so.
+    """
     work()
 
 
 @contextmanager
 def at_once(seed: int, threads: int) -> Iterator[Turns]:
-    """Kernels that so many threads launch meanwhile take turns."""
+    """Kernels that `threads` threads launch within the block take turns."""
     turns, builder = Turns(seed, threads), interpreter.InterpreterBuilder
 
     def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +112,7 @@ def ranks(count: int, most_looks: int = 10**9) -> list[OneShotAllReduce]:
 
 
 def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
-    """What each gives, each in a thread; those that never begin are dead ranks."""
+    """The result of each function, each run in a thread. Threads that do no work are dead ranks."""
     with at_once(seed, len(work)) as turns:
 
         def run(number: int) -> Any:
@@ -134,7 +136,7 @@ def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
 
 
 def in_order(parts: list[Tensor]) -> Tensor:
-    """As DistributedCollective adds with --deterministic."""
+    """DistributedCollective adds in this order with --deterministic."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -144,8 +146,9 @@ def in_order(parts: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_sums_have_the_bits_of_numbers_that_are_added_in_order(count: int, seed: int) -> None:
-    """Of one number up to several programs' parts, one sum after another: places are used again, by fewer programs and
-    by more. Negative zeros stay."""
+    """Sums of one element up to several programs' parts follow one another, so that fewer or more programs reuse a
+    place. Negative zeros stay.
+    """
     made, rng = ranks(count), random.Random(seed)
     sizes = [rng.choice((1, 7, 2048, 2049, 5000)) for _ in range(6)]
     generator = torch.Generator().manual_seed(seed)
@@ -181,13 +184,13 @@ def test_what_it_takes() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "looked often enough"])
 def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
-    """The others' kernels end, say so, and tell nobody of a sum any more; what they had told stays right."""
+    """The other ranks' kernels end, report it, and announce no later sum. Earlier sums stay right."""
     made = ranks(3, 10**9 if how == "stopped" else 2000)
     x = torch.randn(5000)
 
     def alive(rank: int) -> None:
         assert torch.equal(made[rank].all_reduce(x), in_order([x, x, x]))
-        made[rank].all_reduce(x)  # the last one does not come to this
+        made[rank].all_reduce(x)  # the last rank never joins this sum
         with pytest.raises(RankEnded, match="given up"):
             made[rank].raise_if_failed()
         made[rank].all_reduce(x)
@@ -205,7 +208,7 @@ def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
 
 
 def test_one_that_comes_late_finds_no_numbers() -> None:
-    """A rank that gave up stays silent: no other may add what it computes from then on."""
+    """A rank that gave up stays silent, because no other rank may add what it computes from then on."""
     made = ranks(2, 300)
     x = torch.ones(10)
     made[0].all_reduce(x)  # alone
@@ -220,7 +223,7 @@ def test_one_that_comes_late_finds_no_numbers() -> None:
 
 
 class Done:
-    """Of torch.cuda.Event."""
+    """Stands for torch.cuda.Event."""
 
     def record(self) -> None:
         pass
@@ -230,11 +233,10 @@ class Done:
 
 
 class Memories:
-    """In the place of torch.UntypedStorage: what ranks share, by the numbers that are their handles here; no part of it
-    is a GPU's."""
+    """Stands for torch.UntypedStorage: storages on the CPU whose handles are numbers."""
 
     def __init__(self, fails: str = "") -> None:
-        """fails: what does not work at its first call, sharing or opening."""
+        """fails: "sharing" or "opening", which fails at its first call."""
         self.shared, self._fails = list[torch.UntypedStorage](), fails
 
     def _share_cuda_(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
@@ -254,7 +256,7 @@ class Memories:
 
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that meet have their memory on the CPU."""
+    """Puts the memory of connecting ranks on the CPU."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Done)
     zeros = torch.zeros
@@ -262,7 +264,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def met(memories: Memories) -> list[Any]:
-    """At the store they wait for each other, so they take no turns, and try no sums."""
+    """Connect two ranks. They wait for each other at the store, so they take no turns and try no sums."""
     store, device = dist.HashStore(), torch.device("cpu")
     with ThreadPoolExecutor(2) as pool:
         meet = partial(one_shot_all_reduce.connect_one_shot, store, storages=memories, trial=lambda *_: None)
@@ -272,7 +274,7 @@ def met(memories: Memories) -> list[Any]:
 
 @pytest.mark.usefixtures("_no_gpu")
 def test_ranks_meet() -> None:
-    """They use it only if sums of all of them are right."""
+    """Ranks use one-shot sums only if the sums of all ranks are right."""
     memories = Memories()
     made = met(memories)
     assert len(memories.shared) == 2
@@ -286,7 +288,7 @@ def test_ranks_meet() -> None:
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("fails", ["sharing", "opening"])
 def test_ranks_that_cannot_reach_each_other(fails: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One of them fails, and none sums so; the log of each says why."""
+    """One rank fails, and none uses one-shot sums. Each logs the reason."""
     assert met(Memories(fails)) == [None, None]
     assert "NCCL alone: RuntimeError: peer access is not supported" in caplog.text
     assert "cannot reach all others" in caplog.text
@@ -294,7 +296,7 @@ def test_ranks_that_cannot_reach_each_other(fails: str, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("fault", [None, "wrong", "silent"])
 def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ranks' trials at once; one whose sums come wrong, or not at all, fails."""
+    """Both ranks verify at once."""
     monkeypatch.setattr(torch.cuda, "Event", Done)
     made = ranks(2)
     if fault == "wrong":
@@ -320,7 +322,9 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow its sums are: a rank whose trial has failed is at the store by then, for a minute."""
+    """A rank whose verification fails must reach the store within the minute that the others wait there, however slow
+    sums are.
+    """
     (made,) = ranks(1)
     clock, begun = [0.0], [0.0]
 
@@ -354,7 +358,7 @@ class NoGroup:
 
 
 def test_behind_the_ranks_interface() -> None:
-    """Few numbers go by it, also those of --deterministic, and its end is the collective's."""
+    """Used with --deterministic too. abort_collectives of the collective ends it."""
     made, groups = ranks(2), [NoGroup(), NoGroup()]
     both = [
         DistributedCollective(
@@ -374,6 +378,6 @@ def test_behind_the_ranks_interface() -> None:
     with pytest.raises(RankEnded):
         both[0].all_reduce(x)
     made[1].stop_waiting()
-    made[1].all_reduce(x)  # that the other one has ended
+    made[1].all_reduce(x)  # rank 0 has ended
     with pytest.raises(RankEnded):
         both[1].raise_if_failed()

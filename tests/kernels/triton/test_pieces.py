@@ -1,6 +1,6 @@
-"""Long prompts of delta nets and state spaces by pieces of 64 tokens in Triton: against the float64 judges of the
-compiled kernels and the states of token by token, beside short sequences; and that guesses and deterministic backends
-have none."""
+"""Long prompts of delta nets and state spaces, computed in chunks of 64 tokens in Triton: against float64 and the
+states of stepwise computation, batched with short sequences. Drafts and deterministic backends use no chunks.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tests.kernels.triton.test_recurrent import KINDS, TOLERANCE, space
 from tests.tiers import slow
 
 NEAR = 3e-4
-"""Of a state token by token, relative to the largest of its numbers: halves have 16 bits, a bfloat16 has 8. An H100's
-sums are up to 1.1e-4 of the largest result away from float64's."""
+"""Error of a state relative to the largest of the stepwise result: a half has 16 bits, a bfloat16 has 8. An H100's sums
+are up to 1.1e-4 of the largest result away from float64's.
+"""
 PIECED = ["delta", "space", *slow("delta of Qwen3.5", "space of Granite, without a norm", "space, normed first")]
 
 
@@ -35,7 +36,7 @@ def near(got: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", PIECED)
 def test_long_prompts_beside_short_ones(device: torch.device, kind: str) -> None:
-    """Whole ones and chunks, with empty sequences among them, as steps with prompts in graphs have some."""
+    """Whole prompts and chunks, with empty sequences among them, as mixed-batch graphs have."""
     generator, (made, expected) = torch.Generator().manual_seed(4), KINDS[kind]
     shape, cuts = (
         made(generator),
@@ -62,7 +63,7 @@ def test_long_prompts_beside_short_ones(device: torch.device, kind: str) -> None
 
 @pytest.mark.parametrize("decays", [False, True])
 def test_keys_that_are_alike(device: torch.device, decays: bool) -> None:
-    """A token that repeats itself, whose beta is nearly 1: what powers of a triangle would make large."""
+    """A repeated token whose beta is nearly 1: powers of the triangular matrix would grow."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["delta"][0](generator)
     assert isinstance(shape.rule, DeltaRule)
@@ -96,7 +97,7 @@ def test_sequences_with_guesses_go_token_by_token(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_types_go_token_by_token(device: torch.device, dtype: torch.dtype) -> None:
-    """Whose products would not be exact."""
+    """Chunked products of these types would not be exact."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["space"][0](generator)
     numbers = given(shape, MIN_CHUNKED_TOKENS + 1, generator, dtype)
@@ -111,7 +112,7 @@ def of_a_prompt(backend: TritonBackend, shape: Shape, numbers: Tensor, device: t
 
 @pytest.mark.slow
 def test_many_sequences(device: torch.device) -> None:
-    """More than a program looks at at once: a piece finds its own, behind empty ones and short ones."""
+    """More sequences than a program scans at once: a chunk finds its own after empty and short ones."""
     generator = torch.Generator().manual_seed(4)
     shape = space(1, 1, 12, 16)(generator)
     numbers = given(shape, 2 * RECURRENCE_CHUNK, generator, torch.bfloat16)
@@ -128,7 +129,7 @@ def test_many_sequences(device: torch.device) -> None:
 
 
 class Parted(TritonBackend):
-    """Says of steps that their first three sequences are decodes."""
+    """Declares the first three sequences of a step decodes."""
 
     def run_recurrence(self, *given: Any) -> Tensor:
         *others, step = given

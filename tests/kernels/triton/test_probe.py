@@ -1,4 +1,4 @@
-"""The trial that chooses a backend, on the Triton kernels themselves."""
+"""The probes that select a backend, on the Triton kernels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_is_wrong_with_latents_and_rules_fails(device: torch.device, monkey
 
 class LargePages(TritonBackend):
     block_size = 256
-    """As those of PyTorch's kernels, whose steps of one query each are Triton's."""
+    """PyTorch's kernels have this block size and leave decode batches to Triton."""
 
 
 def test_pages_of_256(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Which product serves how many rows: parts of the inner dimension, expanded weights, PyTorch's products of 8 bits."""
+"""Which matmul serves how many rows: split-k, dequantized weights, PyTorch's 8-bit matmuls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = {
 
 @pytest.mark.parametrize("kind", list(LONG))
 def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, generator: torch.Generator) -> None:
-    """In parts that are added in their order; a deterministic backend's many rows have the same bits in one program."""
+    """The parts are added in order. A deterministic backend computes many rows with the same bits in one program."""
     weight = LONG[kind](generator)
     bias = torch.randn(70, generator=generator).bfloat16()
     x = torch.randn((66, 1536), generator=generator).bfloat16()
@@ -50,7 +50,7 @@ def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, ge
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_of_expanded_weights(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    """In slices of outputs, also where several kinds stand side by side."""
+    """Weights are dequantized in slices of outputs, also if a linear mixes formats."""
     weights = [
         grouped(70, 192, 32, 4, generator, offset=True),
         grouped(130, 192, 64, 4, generator, values=TABLE),
@@ -76,7 +76,9 @@ BY_PYTORCH = {
 
 
 def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype):
-    """torch._scaled_mm as its checks on a GPU ask for it (aten/src/ATen/native/cuda/ScaledBlas.cpp), in float64."""
+    """torch._scaled_mm in float64, with the checks of its GPU implementation
+    (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+    """
     (rows, inner), outs = a.shape, b.shape[1]
     assert a.stride() == (inner, 1)
     assert b.stride() == (1, inner), "column by column"
@@ -105,7 +107,7 @@ def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: T
 
 @pytest.fixture
 def _tried_again() -> Iterator[None]:
-    """What a trial found is forgotten."""
+    """Clears the cached result of a trial."""
     torch_matmul.trial_failure_reason.cache_clear()
     yield
     torch_matmul.trial_failure_reason.cache_clear()
@@ -116,8 +118,8 @@ def _tried_again() -> Iterator[None]:
 def test_products_of_pytorch(
     product: TorchMatmulKind, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 17 rows on, where the trial passes."""
-    if device.type == "cpu" and product == TorchMatmulKind.FLOAT8_BLOCK_SCALED:  # which PyTorch has on Hopper alone
+    """Used from 17 rows on if the trial passes."""
+    if device.type == "cpu" and product == TorchMatmulKind.FLOAT8_BLOCK_SCALED:  # PyTorch has it on Hopper only
         monkeypatch.setattr(torch_matmul, "scaled_mm", scaled_mm)
     if (reason := torch_matmul.trial_failure_reason(product, torch.bfloat16, device)) is not None:
         assert device.type == "cuda", reason
@@ -128,7 +130,7 @@ def test_products_of_pytorch(
     )
     weight, bias = BY_PYTORCH[product](generator), torch.randn(64, generator=generator).bfloat16() * 100
     linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=torch.bfloat16)
-    calls.clear()  # those of a GPU's trial
+    calls.clear()  # drop the calls of a GPU's trial
     for rows in (1, 16, 17, 40):
         x = torch.randn((rows, 512), generator=generator).bfloat16()
         block = 128 if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED else 512
@@ -189,7 +191,7 @@ KINDS = {
 
 @pytest.mark.parametrize("weight", KINDS.values(), ids=list(KINDS))
 def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device) -> None:
-    """It passes what computes right, and notices a scale 5 % off where there are many rows alone, and what raises."""
+    """The trial passes correct results and detects a scale that is 5 % off for many rows only."""
     kind = weight_trial.quantized_format(weight)
 
     def found(pack: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Products with weights of few bits: beside float64 and the reference's numbers, and alone beside batched."""
+"""Quantized linears in Triton: against float64 and the reference's rounding, and each row alone against its batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = {
     "8 bits": (32, 8, {}),
     "8 bits, offsets, ordered": (64, 8, {"offset": True, "ordered": True}),
 }
-"""Group, bits and more of weights that are multiplied by x as it is."""
+"""Group size, bits and options of weights that are multiplied by unrounded x."""
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -48,7 +48,7 @@ def test_integers(kind: str, dtype: torch.dtype, device: torch.device, generator
 def test_groups(
     inner: int, group: int, bits: int, offset: bool, device: torch.device, generator: torch.Generator
 ) -> None:
-    """All that are multiples of 16, and one for all inputs, however many these are."""
+    """All multiples of 16, and one group for all inputs, whatever their number."""
     weight, x = grouped(35, inner, group, bits, generator, offset=offset), torch.randn((3, inner), generator=generator)
     linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=x.dtype)
     assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
@@ -70,7 +70,7 @@ def test_8_bit_floats(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On GPUs that multiply them, and on others: there x is not rounded."""
+    """GPUs without 8-bit float products do not round x."""
     if native and not quantized_linear.can_multiply_float8(torch.empty(0, device=device)):
         pytest.skip("this GPU multiplies no 8-bit floats")
     monkeypatch.setattr(quantized_linear, "can_multiply_float8", lambda codes: native)
@@ -82,7 +82,7 @@ def test_8_bit_floats(
         x = torch.randn((rows, 200), generator=generator).to(dtype)
         seen = rounded(x, floats=True) if linear.parts[0].rounds_activations and rows > FEW else x.double()
         expected = seen @ weight.dequantize().double().T
-        # A GPU that multiplies 8-bit floats keeps few bits of their sums: 2.7e-4 on an H100.
+        # GPU products of 8-bit floats accumulate with few bits: an error of 2.7e-4 on an H100.
         most = 1e-3 if device.type == "cuda" and linear.parts[0].rounds_activations and rows > FEW else 1e-5
         assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < most
 
@@ -93,7 +93,7 @@ def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.
     linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype)
     for rows in (0, 1, 20, 70):
         x = torch.randn((rows, 200), generator=generator).to(dtype)
-        x[:, 3] *= 100  # what is large spoils its own block alone
+        x[:, 3] *= 100  # an outlier degrades only its own block
         x[rows // 2 :, 128:] = 0
         seen = rounded(x, floats=False).nan_to_num() if rows > FEW else x.double()
         expected = seen @ weight.dequantize().double().T + bias.double()
@@ -105,7 +105,6 @@ def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.
 @pytest.mark.parametrize("kind", ["integers", "floats"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_no_number_stays_none(kind: str, bad: float, device: torch.device, generator: torch.Generator) -> None:
-    """And its row's neighbours are not touched."""
     weight = grouped(5, 130, 130, 8, generator) if kind == "integers" else float8(5, 130, (5, 130), generator)
     linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
     for rows in (3, 20):
@@ -125,7 +124,7 @@ def test_a_code_that_is_no_number(device: torch.device, generator: torch.Generat
 
 
 def test_weights_of_several_kinds_side_by_side(device: torch.device, generator: torch.Generator) -> None:
-    """Each has its own columns; those that are alike are one product."""
+    """Each weight has its own columns; equal formats share one product."""
     weights = [
         grouped(33, 128, 32, 4, generator, offset=True),
         grouped(40, 128, 32, 4, generator, offset=True),
@@ -186,7 +185,7 @@ def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator:
         assert table.embed_tokens(ids[:0].to(device)).shape == (0, 192)
         got = table.embed_tokens(ids.to(device))
         assert got.dtype == dtype
-        # One rounding to the type; two where an offset follows the scale.
+        # One rounding to the type; two if an offset follows the scale.
         assert torch.allclose(got.cpu().double(), weight.dequantize()[ids].double(), rtol=DTYPES[dtype], atol=1e-6)
         assert (table.lm_head is not None) == tied
     assert table.lm_head is not None
@@ -196,7 +195,7 @@ def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator:
 
 
 def test_memory(device: torch.device, generator: torch.Generator) -> None:
-    """Scales have 16 bits; groups that fill no step are filled up."""
+    """Scales have 16 bits; groups that do not fill a step are padded."""
     for weight, most in (
         (grouped(256, 576, 32, 4, generator, offset=True), 5.06),
         (grouped(256, 576, 64, 4, generator), 4.31),

@@ -1,5 +1,6 @@
-"""Delta nets, state spaces and selective scans in Triton: against the float64 judges of the compiled kernels, and
-however sequences are cut, with wrong guesses and right ones, the same bits."""
+"""Delta nets, state spaces and selective scans in Triton: against the float64 references of the CPU tests. Their bits
+must not depend on how sequences are cut, with wrong and right drafts.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_slots_that_no_row_has_stay_as_they_are(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_convolutions_without_gates_and_pages(device: torch.device, dtype: torch.dtype) -> None:
-    """With wrong guesses, in chunks."""
+    """Computed in chunks, with wrong drafts."""
     generator = torch.Generator().manual_seed(5)
     conv = convolution(70, 4, bias=True, generator=generator, gated=False)
     prompt = torch.randn((45, 70), generator=generator).to(dtype)

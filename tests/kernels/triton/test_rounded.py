@@ -1,4 +1,4 @@
-"""Norms and gates in 8 bits: the bits of what is rounded afterwards, and near the reference in float64."""
+"""Norms and gates fused with rounding to 8 bits: the bits of separate rounding, and close to the float64 reference."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ FORMS = [
     EightBitRounding(integers, by_blocks, pair_distance=0) for integers, by_blocks in product((False, True), repeat=2)
 ]
 SHAPES = [(3, 128), (5, 200), (2, 1090)]
-"""One block, a part of a second, and several; rows of no power of two."""
+"""One block, part of a second, and several; row lengths that are no powers of two."""
 OFF = {False: 0.07, True: 0.01}
-"""Of the largest number: half a step of an 8-bit float, or of an integer, and of bfloat16 before."""
+"""Allowed error relative to the largest number: half a step of an 8-bit float or of an integer, and of bfloat16 before.
+"""
 reference = ReferenceBackend()
 
 
 def numbers(made: RoundedActivations) -> Tensor:
-    """What codes and scales stand for, float64."""
+    """The values of codes and scales, float64."""
     assert isinstance(made.rounding, EightBitRounding)
     codes = made.codes if made.rounding.is_integer else made.codes.view(torch.float8_e4m3fn)
     scales = made.scales[:, None]
@@ -67,7 +68,6 @@ def assert_same(made: RoundedActivations, wanted: RoundedActivations) -> None:
 def test_rows_by_themselves(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    """As plain PyTorch rounds them, bit for bit."""
     x = torch.randn((5, 1090), generator=generator).to(dtype)
     x[2] *= 1000
     made = form.round_rows(x.to(device))
@@ -82,7 +82,7 @@ def test_rows_by_themselves(
 def test_norms(
     shape: tuple[int, int], form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    """RMSNorms and LayerNorms, of x or of a sum that stays, and beside what is not rounded."""
+    """RMSNorms and LayerNorms, of x or of a sum that is returned too, with and without the unrounded result."""
     x, residual = torch.randn((2, *shape), generator=generator).to(device, dtype)
     weight, bias = torch.randn((2, shape[1]), generator=generator).to(device)
     for shift, beside, whole in product((None, bias), (None, residual), (False, True)):
@@ -125,7 +125,7 @@ def test_gates(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("step", [32, 64])
 def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device, generator: torch.Generator) -> None:
-    """Those of two steps of inputs are in words of two, as weights' are: the first ones are the lower bytes."""
+    """Codes of two input steps share words of two, as weights' do: the first step has the lower bytes."""
     paired = replace(form, pair_distance=step)
     gate_up, weight = torch.randn((3, 2 * 384), generator=generator).to(device), torch.ones(384, device=device)
     x = gate_up[:, 384:].contiguous()
@@ -145,7 +145,7 @@ def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device,
 def test_what_is_no_number(
     form: EightBitRounding, bad: float, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Its row has a scale that is none, and no other row or block has."""
+    """No other row or block is affected."""
     gate_up = torch.randn((4, 2 * 300), generator=generator)
     gate_up[1, 300 + 130] = bad
     of_gate = form.gate_and_round(gate_up.to(device), gelu=False, whole=False).scales.cpu()
@@ -160,7 +160,7 @@ def test_what_is_no_number(
 
 @pytest.fixture
 def squares(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
-    """PyTorch multiplies blocks of 128 on Hopper alone."""
+    """PyTorch multiplies blocks of 128 on Hopper only."""
     torch_matmul.trial_failure_reason.cache_clear()
     if device.type == "cpu":
         monkeypatch.setattr(torch_matmul, "scaled_mm", scaled_mm)
@@ -180,7 +180,7 @@ WEIGHTS: dict[str, Any] = {
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("kind", list(WEIGHTS))
 def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, generator: torch.Generator) -> None:
-    """By PyTorch's products and by Triton's: the bits of a norm, then a linear. Few rows are not rounded."""
+    """With PyTorch's matmuls and Triton's. Few rows are not rounded."""
     weight = there(WEIGHTS[kind](generator), device)
     linear = TritonBackend(deterministic=fixed).pack_quantized([weight], None, dtype=torch.bfloat16)
     assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
@@ -200,7 +200,7 @@ def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, gener
 
 
 class Held:
-    """A part's linear, once it is packed."""
+    """A part's packed linear."""
 
     def __init__(self, packed: Linear) -> None:
         self.packed = packed
@@ -217,7 +217,7 @@ def norms(weight: Tensor, bias: Tensor | None = None) -> NormWeights:
 def test_one_rounding_for_all_that_read_it(
     centred: bool, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of one linear, several linears, and those that read it otherwise, or as it is."""
+    """Parts of one linear, several linears, and linears that round x otherwise or not at all."""
     times = list[EightBitRounding]()
     of = EightBitRounding.round_rows
     monkeypatch.setattr(EightBitRounding, "round_rows", lambda form, x: times.append(form) or of(form, x))
@@ -239,7 +239,7 @@ def test_one_rounding_for_all_that_read_it(
         ((several,), 0),
         ((several, beside), 0),
         ((several, plain, dense), 0),
-        ((dense, integers, several, beside), 2),  # two have 8-bit floats, each rounds them
+        ((dense, integers, several, beside), 2),  # two of them use 8-bit floats, and each rounds x itself
         ((plain, dense), 0),
     ):
         separate, total = norm.add_and_norm(backend, "norm", x.clone(), residual.clone())
@@ -280,7 +280,7 @@ def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torc
 
 
 def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torch.Generator) -> None:
-    """FusedLinear.watch_inputs puts a function in a linear's place."""
+    """FusedLinear.watch_inputs replaces a linear by a function."""
     weight = there(float8(48, 256, (1, 256), generator), device)
     inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     seen = list[Tensor]()
@@ -293,7 +293,7 @@ def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torc
 
 
 def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Generator) -> None:
-    """Rows that are narrower than a block, inputs in another order, and a GPU on which the bits are others."""
+    """Rows narrower than a block, permuted inputs, and a GPU on which the bits differ."""
     for weight in (float8(8, 96, (1, 96), generator), grouped(8, 256, 256, 8, generator, ordered=True)):
         linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
         x = torch.randn((20, weight.shape[1]), generator=generator).to(device)
@@ -304,8 +304,6 @@ def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Ge
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_trial(form: EightBitRounding, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes what has the same bits, and notices what has not, and what raises."""
-
     def found() -> str | None:
         activation_rounding.trial_failure_reason.cache_clear()
         return activation_rounding.trial_failure_reason(form, torch.bfloat16, device, (3, 300))
@@ -332,7 +330,7 @@ def test_the_trial(form: EightBitRounding, device: torch.device, monkeypatch: py
 def test_a_model_has_the_same_bits(
     family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log probabilities too; norms and gates then round, and the kernels that round by themselves have less to do."""
+    """Norms and gates round; the kernels that only round have less to do."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
         monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)

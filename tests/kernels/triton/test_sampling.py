@@ -1,4 +1,4 @@
-"""Sampling on the device against engine/worker/sampling/sampler.py: the same tokens."""
+"""The device sampler against engine/worker/sampling/sampler.py: the same tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(
     history: torch.Tensor | None = None,
     mask: GrammarBitmask | None = None,
 ) -> list[int]:
-    """Both samplers on rows of these parameters, row i owning slot i of the history; returns the tokens."""
+    """Run both samplers on rows of these parameters, row i owning slot i of the history. Returns the tokens."""
     table = torch.zeros((len(params), 40), dtype=torch.int32) if history is None else history
     positions = [table.shape[1] - 3 - index % 4 for index in range(len(params))]
 
@@ -75,7 +75,7 @@ def test_filters_and_draws(vocab: int, scale: float) -> None:
 
 
 def test_a_flat_distribution_is_cut_without_candidates() -> None:
-    """More tokens than candidates fit lie above the cut."""
+    """More tokens are above the cut than the candidate list holds."""
     logits = noise(2, 8300, 0.01)
     check(logits, [{"top_p": 0.9, "top_k": 7000}, {"top_p": 0.5}])
 
@@ -136,7 +136,7 @@ def test_changes_to_logits() -> None:
 
 
 def test_grammar_masks() -> None:
-    """A row whose own bans leave nothing of the grammar takes its unmodified logits."""
+    """A row whose own bans exclude every token of the grammar samples from its unmodified logits."""
     words = np.array([[1 << 4 | 1 << 9, 1 << 17 | -(1 << 31)], [1 << 7, 0]], dtype=np.int32)  # 49 too, and 63
     kinds = [{}, {"temperature": 0.8}, {"allowed_token_ids": (3,), "temperature": 1.3}]
     got = check(noise(3, 50), kinds, mask=GrammarBitmask([1, 2], words))
@@ -177,7 +177,6 @@ def test_any_parameters(vocab: int, scale: float, params: list[dict[str, Any]]) 
 
 
 def test_uniforms() -> None:
-    """The device draws the number that the host does."""
     import triton
     import triton.language as tl
 

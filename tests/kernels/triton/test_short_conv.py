@@ -1,4 +1,4 @@
-"""Short convolutions in Triton: against the reference, however sequences are cut, and drafts as rows of their own."""
+"""Short convolutions in Triton: against float64, with any chunking, and with drafts as separate rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_however_it_is_cut_the_bits_are_the_same(device: torch.device, width: in
 
 
 def test_drafts_that_are_rows_of_their_own(device: torch.device) -> None:
-    """As in a CUDA graph, where each token is a row."""
+    """In a CUDA graph each token is a row."""
     generator = torch.Generator().manual_seed(8)
     conv = on(made(40, 3, bias=False, generator=generator), device)
     numbers = torch.randn((40, 120), generator=generator)

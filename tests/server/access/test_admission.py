@@ -1,4 +1,4 @@
-"""Room in the queue, beside several engines."""
+"""Admission: limits of queued requests and queued prompt tokens, with one engine and with several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
 
 
 def test_prompts_count_until_their_call_is_settled() -> None:
-    """A stream that nobody reads holds its prompt when the engine is done with it."""
+    """A stream whose client does not read holds its prompt after the engine has finished."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("", b"", RateLimits(None, None))
     config = ServerConfig(max_num_seqs=2, max_queued_tokens=1000)
@@ -50,7 +50,7 @@ def test_prompts_count_until_their_call_is_settled() -> None:
 
 
 def test_more_than_a_key_can_ever_have_waiting_is_refused_for_good() -> None:
-    """A 503 would let it come again and again: a key's share is what it leaves to others."""
+    """A 503 would invite retries of a request that never fits: a key's share is at most what it leaves to others."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("a", b"", RateLimits(None, None))
     admission = Admission(client, ServerConfig(max_num_seqs=4, max_queued_requests=9), 1000, has_api_keys=True)

@@ -1,4 +1,4 @@
-"""API keys and admin keys, what is separate for each key, rate limits, pages of other origins, and a full queue."""
+"""API keys and admin keys, what is separate per key, rate limits, CORS, and a full queue."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def test_rate_limits_are_reported_and_enforced(key_file: Path) -> None:
         assert answer.status_code == 200
         assert answer.headers["x-ratelimit-limit-requests"] == "3"
         assert answer.headers["x-ratelimit-remaining-requests"] == "2"
-        assert answer.headers["x-ratelimit-remaining-tokens"] == "82"  # 2 of the prompt, 16 of the answers
+        assert answer.headers["x-ratelimit-remaining-tokens"] == "82"  # 2 prompt tokens, 2 × 8 completion tokens
         assert answer.headers["x-ratelimit-reset-requests"] == "20s"
         await ask(api, "b")
         stream = await ask(api, "b", stream=True)
@@ -318,7 +318,7 @@ async def test_pages_that_ask_in_vain_are_named_with_the_flag_once(
     async with open_api(FakeEngine(LETTERS), allowed_origins=allowed) as api:
         for _ in range(2):
             assert (await api.http.options(COMPLETIONS, headers=page)).status_code >= 400
-            await api.http.options(COMPLETIONS, headers={"Origin": "https://b.example"})  # no browser's question
+            await api.http.options(COMPLETIONS, headers={"Origin": "https://b.example"})  # not a preflight request
         assert "--allowed-origins" not in caplog.text
         for _ in range(9):
             await api.http.options(COMPLETIONS, headers=page)

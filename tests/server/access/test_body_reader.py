@@ -1,4 +1,4 @@
-"""The limits of a body's nesting, compared with a JSON parser, of its size, and of all bodies' memory together."""
+"""Limits of request bodies: JSON nesting (compared with a JSON parser), size, and the memory of all bodies together."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_bodies_over_the_limits_are_refused(path: str) -> None:
 
 
 class Sender:
-    """A request whose body the test sends piece by piece."""
+    """A request whose body the test sends chunk by chunk."""
 
     def __init__(self, owner: str = "", length: int | None = None) -> None:
         headers = [(b"content-type", b"application/json")]
@@ -107,7 +107,7 @@ MIB = 1024 * KIB
 
 
 async def take(bodies: BodyReader, sender: Sender, until: asyncio.Event) -> int:
-    """The body's size, which stays taken until the event."""
+    """Return the body's size after the event; until then its memory stays reserved."""
     async with bodies.hold_request_body(sender.request) as body:
         await until.wait()
         return sum(map(len, body.chunks))
@@ -139,7 +139,7 @@ async def test_bodies_beyond_the_budget_wait_unread_and_are_refused_in_the_end()
 
 
 async def test_who_is_given_a_body_gives_its_place_back() -> None:
-    """As the model of several that a body names: what it answers may take minutes."""
+    """As with a model that the body names on a multi-model server: its response may take minutes."""
     outer, inner = BodyReader(4 * MIB, 4 * MIB), BodyReader(2 * MIB, 2 * MIB)
     request = Sender(length=2 * MIB).send(2 * MIB).request
     async with outer.hold_request_body(request) as body:
@@ -253,7 +253,7 @@ async def test_what_a_web_page_may_send_without_asking_is_refused(kind: str) -> 
 
 
 def test_who_is_slow_depends_on_what_he_holds() -> None:
-    """Whoever holds much with little sent would keep others out for as long as he likes."""
+    """A client that reserves much memory and sends little would keep other clients out."""
     began, times = time.monotonic() - 4, BodyTimeouts()
     large = BodyBuffer("", reserved_bytes=16 * MIB, received_bytes=4 * 300 * KIB, started_at=began)
     assert times.is_slow(large)

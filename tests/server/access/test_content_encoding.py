@@ -1,4 +1,4 @@
-"""Bodies in zstd and gzip, as Codex and other clients send them, within the bounds of plain ones."""
+"""Request bodies in zstd and gzip, as Codex and other clients send them, within the limits of plain bodies."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_output_that_fills_a_step_is_not_forgotten() -> None:
 def test_each_layer_has_the_bound() -> None:
     with pytest.raises(BodyTooLarge):
         decoded(encoded(b" " * 4000, "gzip", "zstd"), "gzip", "zstd", most=3999)
-    with pytest.raises(BodyTooLarge):  # what is inside is small, and its encoded form is padded with empty members
+    with pytest.raises(BodyTooLarge):  # the content is small, and its encoded form is padded with empty members
         decoded(zstd.compress(gzip.compress(b"") * 100), "gzip", "zstd", most=1000)
 
 

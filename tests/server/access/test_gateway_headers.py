@@ -1,4 +1,4 @@
-"""Headers of trusted gateways: they name tenant and priority; nobody else's do."""
+"""Headers of trusted gateways set tenant and priority; the same headers from other clients are ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = {FAIRNESS_HEADER: "team-1", OBJECTIVE_HEADER: "urgent"}
 
 
 async def seen(address: str, headers: dict[str, str], **options: Any) -> list[tuple[str, int, str]]:
-    """The tenant, priority and cache salt of a request to each path, from this address."""
+    """The tenant, priority and cache salt of a request from this address to each path."""
     async with open_api(FakeEngine(hashed(b"ab")), objective_priorities=["urgent=-7", "a=b=3"], **options) as api:
         transport = httpx.ASGITransport(app=api.app, client=(address, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://quire") as http:

@@ -1,4 +1,4 @@
-"""What requests hold until they are answered: counted once, within a budget, fair among keys, given back in the end."""
+"""Memory leases: each request's bytes count once against the budget, are shared fairly among keys, and are released."""
 
 from __future__ import annotations
 

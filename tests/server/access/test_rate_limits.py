@@ -1,4 +1,4 @@
-"""Rate limits allow exactly the configured amount per minute, plus the bucket's initial content."""
+"""Rate limits allow exactly the configured amount per minute plus the bucket's initial content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is whose child and who still lives, from /proc."""
+"""Parents, children and states of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process, None when it is gone."""
+    """State and parent of a process; None if it has ended."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -25,12 +25,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, and theirs."""
+    """Children, their children, and so on."""
     return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 def engines(pid: int) -> list[int]:
-    """Those of a server's children that are engines: it has workers, too, from some moment of its start."""
+    """The children of a server that are engine processes; a server that is starting has workers too."""
     return [child for child in children(pid) if b"quire.engine.main" in _command(child)]
 
 
@@ -42,6 +42,6 @@ def _command(pid: int) -> bytes:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Bounded by pytest's own limit."""
+    """pytest's timeout bounds the wait."""
     while (stat := _stat(pid)) is not None and stat[0] != "Z":
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""One API process, with a hub that the test plays."""
+"""One API process, with the test as its hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.cli.api_process_manager import ApiProcessSetup
 
 
 def test_a_process_that_cannot_follow_the_hub_ends_at_once_and_says_nothing(tmp_path: Path) -> None:
-    """As if it were killed: what it has goes on elsewhere, and nothing of it is told or stored as failed."""
+    """As if it were killed: its requests go on elsewhere, and none is reported or stored as failed."""
     hub = f"ipc://{tmp_path}/hub"
     setup = ApiProcessSetup("{}", hub, "0.0", socket.AF_INET, ("127.0.0.1", 0), time.perf_counter())
     with zmq.Context() as context, context.socket(zmq.ROUTER) as wire:
@@ -30,7 +30,7 @@ def test_a_process_that_cannot_follow_the_hub_ends_at_once_and_says_nothing(tmp_
                 api.stdin.write(msgspec.json.encode(setup) + b"\n")
                 api.stdin.flush()
                 identity, _ = wire.recv_multipart()
-                wire.send_multipart([identity, b"\xc1"])  # what no message begins with
+                wire.send_multipart([identity, b"\xc1"])  # no message begins with this byte
                 assert api.wait(60) == 1
                 assert b"can be followed no more" in api.stderr.read()
             finally:

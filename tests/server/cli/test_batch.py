@@ -1,4 +1,4 @@
-"""`quire batch` with a real server: submitted, waited for, listed; what cannot be is one line."""
+"""`quire batch` with a real server: submit, wait, list, and one line for each error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quire bench against a small server that says what it is told to; its arithmetic on numbers worked out by hand."""
+"""`quire bench` against a small scripted server; its arithmetic on hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quire.server.cli.main import main
 from tests.server.cli.processes import children, needs_proc, wait_until_gone
 
 Script = Callable[[str, dict[str, Any]], bytes]
-"""Path and body of a request to the bytes of its whole HTTP answer."""
+"""From path and body of a request to the bytes of its whole HTTP response."""
 
 
 def event(**fields: Any) -> bytes:
@@ -47,7 +47,7 @@ def event(**fields: Any) -> bytes:
 
 
 def sse(*events: bytes, done: bool = True) -> bytes:
-    """An answer in HTTP chunks cut at places that have nothing to do with its events."""
+    """A response in HTTP chunks that are cut independently of its events."""
     body = b"".join(events) + (b"data: [DONE]\n\n" if done else b"")
     pieces = [body[at : at + 37] for at in range(0, len(body), 37)]
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
@@ -60,7 +60,7 @@ def plain(status: str, body: bytes) -> bytes:
 
 
 def tokens(body: dict[str, Any]) -> bytes:
-    """As many chunks as asked for, an opening and a usage."""
+    """As many chunks as requested, an opening chunk, and a usage."""
     count = body["max_tokens"]
     usage = {"prompt_tokens": len(body.get("prompt", "four")), "completion_tokens": count}
     if "messages" in body:
@@ -85,7 +85,7 @@ class FakeServer:
 
 @contextmanager
 def serving(script: Script, *, linger: bool = True) -> Iterator[FakeServer]:
-    """A server in a thread. `linger`: connections stay open after an answer."""
+    """A server in a thread. `linger`: connections stay open after a response."""
     server = FakeServer()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -134,7 +134,7 @@ def serving(script: Script, *, linger: bool = True) -> Iterator[FakeServer]:
 
 
 def bench(server: FakeServer, *flags: str, tmp_path: Path) -> tuple[int, dict[str, Any]]:
-    """Exit status and what --json wrote."""
+    """Exit status and the JSON that --json wrote."""
     out = tmp_path / "out.json"
     status = main(["bench", "serve", "--url", server.url, "--json", str(out), *flags])
     return status, json.loads(out.read_text())
@@ -178,7 +178,7 @@ def test_arrivals_keep_their_rate_and_their_seed() -> None:
     assert times == sorted(times)
     assert 20_000 / times[-1] == pytest.approx(50, rel=0.05)
     gaps = [after - before for before, after in pairwise(times)]
-    assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.02)  # 1/e, if exponential
+    assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.02)  # 1/e for exponential gaps
     assert times == arrival_times(20_000, rate=50.0, seed=1) != arrival_times(20_000, rate=50.0, seed=2)
 
 
@@ -295,7 +295,7 @@ def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
     ],
 )
 def test_failed_answers_are_counted_and_reported(answer: bytes, message: str, tmp_path: Path) -> None:
-    """Half of the requests get it; the other half count as ever."""
+    """Half of the requests get this response; the other half succeed."""
     turns = iter(range(100))
     with serving(lambda _, body: answer if next(turns) % 2 else tokens(body), linger=False) as server:
         flags = ("--num-requests", "4", "--concurrency", "1", "--output-len", "3", "--warmup", "0")
@@ -416,7 +416,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def test_start_waits_for_the_first_token_and_ends_what_it_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server has a child, refuses twice before it answers, and ends its answers by closing."""
+    """The server has a child, refuses twice before it answers, and ends its responses by closing the connection."""
     pid_file, out = tmp_path / "pid", tmp_path / "out.json"
     command = [sys.executable, "-c", SLOW_SERVER, "{port}", str(pid_file)]
     assert main(["bench", "start", "--runs", "2", "--json", str(out), "--", *command]) == 0
@@ -448,7 +448,7 @@ def test_a_signal_to_start_ends_the_server_too(number: signal.Signals) -> None:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while not (started := children(process.pid)):
         time.sleep(0.05)
-    time.sleep(0.5)  # either in the loop or before it
+    time.sleep(0.5)  # the signal arrives in the loop or before it
     process.send_signal(number)
     assert process.wait(60) == 130
     wait_until_gone(started[0])

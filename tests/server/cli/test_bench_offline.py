@@ -1,4 +1,4 @@
-"""`quire bench throughput` and `latency`: vLLM's measurements, with the embedded model in this process."""
+"""`quire bench throughput` and `quire bench latency`: vLLM's measurements, with the embedded model in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quire chat against a scripted OpenAI server: what is sent, what is shown, what becomes of errors and Ctrl-C."""
+"""`quire chat` against a scripted OpenAI server: requests, output, errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from PIL import Image
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Says each user message back in two pieces. "hold" stops after the first piece, "cut" ends at max
-    tokens, "break" and "refuse" fail."""
+    """Repeats each user message in two chunks. "hold" stops after the first chunk, "cut" ends at max tokens, "break"
+    and "refuse" fail.
+    """
 
     daemon_threads = True
 
@@ -178,7 +179,7 @@ def test_saving_overwrites_saved_conversations_alone(server: ScriptedServer, tmp
 
 
 def file_of(path: Path) -> str:
-    """A picture's file; its data: URL."""
+    """Write an image file and return its data: URL."""
     Image.new("RGB", (8, 6), "red").save(path, "PNG")
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 

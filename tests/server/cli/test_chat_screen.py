@@ -1,5 +1,6 @@
-"""quire chat on the screen of a real terminal (tmux's): what is to be seen after each command, against the scripted
-server of test_chat.py. With RECORD=FILE the screens are kept there, one after the other."""
+"""`quire chat` on the screen of a real terminal (tmux), after each command, against the scripted server of
+test_chat.py. With RECORD=FILE the test writes all screens to that file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ pytest.importorskip("prompt_toolkit")
 TMUX = shutil.which("tmux")
 WIDTH, HEIGHT = 72, 30
 PATIENCE = 60.0
-ENV = ("env", "-u", "COLUMNS", "-u", "LINES")  # which would be believed before the terminal
+ENV = ("env", "-u", "COLUMNS", "-u", "LINES")  # these would take precedence over the terminal's size
 
 
 class Screen:
@@ -69,7 +70,7 @@ class Screen:
         return self._tmux("capture-pane", "-p").rstrip("\n").split("\n")
 
     def until(self, *texts: str, last: str = "> ?") -> list[str]:
-        """The lines of the screen, once it shows `texts` in this order and its last line is like `last`."""
+        """The lines of the screen, once it shows `texts` in this order and its last line matches `last`."""
         wanted = re.compile(".*".join(map(re.escape, texts)), re.DOTALL)
         ends = time.monotonic() + PATIENCE
         while True:
@@ -81,7 +82,7 @@ class Screen:
             time.sleep(0.02)
 
     def ended(self) -> str:
-        """The command's exit status, once it has one."""
+        """The command's exit status, once it has ended."""
         ends = time.monotonic() + PATIENCE
         while not self._status.exists() or not (told := self._status.read_text().strip()):
             assert time.monotonic() < ends, "it does not end; the screen is:\n" + "\n".join(self.lines())
@@ -110,7 +111,7 @@ def test_what_is_on_the_screen_after_every_command(screen: Screen, tmp_path: Pat
 
     def ask(line: str, *texts: str, last: str = "> ?") -> list[str]:
         asked.add(line.split()[0])
-        screen.clear()  # so that nothing from before is taken for what comes
+        screen.clear()  # so that no earlier output matches
         screen.type(line)
         return screen.until(f"> {line[:30]}", *texts, last=last)
 

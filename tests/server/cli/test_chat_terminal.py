@@ -1,4 +1,4 @@
-"""quire chat at a terminal: a real pty, every command, against the scripted server of test_chat.py."""
+"""`quire chat` in a real pty: every command, against the scripted server of test_chat.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PASTE = "\x1b[200~{}\x1b[201~"
 
 
 class Terminal:
-    """A process at a pty of 60 x 20 characters. `expect` waits for what it writes."""
+    """A process in a pty of 60 x 20 characters. `expect` waits for its output."""
 
     def __init__(self, command: list[str], state: Path) -> None:
         self.parent, child = pty.openpty()
@@ -45,7 +45,9 @@ class Terminal:
         os.write(self.parent, text.encode())
 
     def expect(self, *texts: str, seconds: float = 60) -> str:
-        """Wait until all of `texts` came, in this order; returns what came up to the last. What comes later is kept."""
+        """Wait until all of `texts` came, in this order, and return the output up to the last. Later output stays in
+        `seen`.
+        """
         ends = time.monotonic() + seconds
         while True:
             place = 0
@@ -174,7 +176,7 @@ def test_lines_history_and_ctrl_c(server: ScriptedServer, terminals: list[Termin
     history = tmp_path / "quire" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
     again = open_chat(terminals, server, tmp_path)
-    again.send("\x1b[A\x1b[A\r")  # twice up: what was asked before "hold", all of its lines
+    again.send("\x1b[A\x1b[A\r")  # twice up: the message before "hold", with all of its lines
     again.expect("you said one", "> ")
     assert said(server) == ["one\ntwo\nthree\nfour\nfive"]
 

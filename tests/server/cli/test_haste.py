@@ -1,4 +1,4 @@
-"""A server that is told twice to end."""
+"""A server that receives a second SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.fake import FakeEngine, hashed
 
 
 class Models:
-    """What it serves: a model whose engine computes slowly."""
+    """A host of one model with a slow engine."""
 
     def __init__(self) -> None:
         self.engine = FakeEngine(hashed(b"abc"), step_seconds=0.05)
@@ -31,7 +31,7 @@ class Models:
         return self.engine.owner.num_open
 
     def launch_engine(self) -> None:
-        """It is there."""
+        """The fake engine needs no launch."""
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
@@ -48,7 +48,7 @@ class Models:
 
 
 async def test_open_requests_end_before_the_process_does() -> None:
-    """Else the end of the event loop cancels each, and the HTTP server writes a traceback for it."""
+    """Otherwise the end of the event loop cancels each request, and the HTTP server logs a traceback for it."""
     config, models = ServerConfig(served_model_name=[NAME]), Models()
     main = cast(Any, asyncio.current_task())
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""`quire pull`, `list` and `rm`, with a stand-in for the hub."""
+"""`quire pull`, `list` and `rm` with a stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -190,8 +190,9 @@ PARAMETERS |= {
 }
 PARAMETERS |= {"gemma4:31b": 30.7, "nemotron3-nano:30b": 31.6, "lfm2.5:1.2b": 1.17}
 PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118, "bge-reranker:m3": 0.568}
-"""Billions, as the models' cards say, of models that read images without their towers (Gemma 4 E2B: 5.1 with some
-450 M of towers): shapes that are mistyped would not give them."""
+"""Parameters in billions, as the model cards say; without the vision towers of models that read images (Gemma 4 E2B:
+5.1 with some 450 M of towers). A mistyped shape would not give these numbers.
+"""
 
 
 @pytest.mark.parametrize("name", load_catalog())

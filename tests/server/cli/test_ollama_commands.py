@@ -1,4 +1,4 @@
-"""What Ollama's and vLLM's users type: run MODEL, ps, stop, show, run-batch, collect-env, and what is not there."""
+"""Commands that Ollama's and vLLM's users know: run MODEL, ps, stop, show, run-batch, collect-env, and unknown ones."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_command_that_is_not_there_has_a_hint(command: str, said: str, capsys:
 
 
 def repository(hub: Path, name: str, **files: str) -> None:
-    """What the hub's client would have downloaded."""
+    """Write what the hub's client would have downloaded."""
     folder = hub / f"models--{name.replace('/', '--')}"
     commit = "a" * 40
     for part in ("blobs", "refs", f"snapshots/{commit}"):

@@ -1,4 +1,4 @@
-"""`quire plan`: its arithmetic by hand, its word against what the engine then does, and what it says."""
+"""`quire plan`: its figures against hand-computed ones and against the engine, and its output."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_presets_of_two_cards_divide_the_model(preset: str, coder: str, capsys: 
 
 
 def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A token takes 512 KiB in all 32 layers, a page of flash-attn's 256 tokens 128 MiB."""
+    """A token takes 512 KiB in all 32 layers; a KV block of flash-attn's 256 tokens takes 128 MiB."""
     asked = ("--kv-offload-memory", "2.2", "--kv-offload-dir", "/pages", "--kv-offload-disk", "64")
     found = plan(capsys, coder, "--gpu", "H100", *asked)
     assert found["tiers"] == [
@@ -292,7 +292,7 @@ def test_the_table_is_sound() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process, without what it has freed."""
+    """Resident memory of this process, without memory that it has freed."""
     ctypes.CDLL(None).malloc_trim(0)
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
@@ -308,7 +308,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def test_a_gpu_holds_weights_in_their_bits() -> None:
-    """As the plan of a CPU says it: 5 bits for a linear's weights, 8 for the embedding's and the head's."""
+    """As in the plan of a CPU: 5 bits per weight of a linear, 8 per weight of the embedding and the head."""
     sizes = read_model_sizes(DEEPSEEK_CODER)
     found = estimate_model(sizes, find_gpu("h100"), PlanRequest(EngineConfig(quantization="int4")))
     linears = sizes.num_parameters - sizes.embedding_parameters
@@ -334,13 +334,13 @@ def test_a_gpu_holds_weights_in_their_bits() -> None:
 def test_the_engine_gets_what_was_planned(
     shape: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine of 1 GiB beside what this process took before: what it takes to load counts as it would there."""
+    """The engine sees a machine with 1 GiB more than this process used before: memory used for loading counts too."""
     path = SHAPES[shape].get("model")
     if path is None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SHAPES[shape]))
         path = str(tmp_path)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left would be given back meanwhile, and count as room
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that earlier tests left would be freed later and count as room
     before = resident_bytes()
     monkeypatch.setattr(
         "quire.engine.worker.device_memory.available_host_bytes", lambda: GIB - (resident_bytes() - before)
@@ -361,7 +361,7 @@ def test_the_engine_gets_what_was_planned(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
-    """As many key-value heads as ranks, and fewer; what drafts is on the first rank alone."""
+    """With as many key-value heads as ranks, and with fewer. The draft model is on the first rank only."""
     draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
     config = EngineConfig(
         speculative_config=SpeculativeConfig(**draft) if drafts else None,
@@ -381,7 +381,7 @@ def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers with windows too: what each stage has of a page."""
+    """Also with sliding-window layers: each stage has its part of a KV block."""
     config = EngineConfig(
         model=str(tiny_models.save_tiny_model(tmp_path, "gemma2", num_hidden_layers=12, max_position_embeddings=4096)),
         pipeline_parallel_size=stages,
@@ -406,7 +406,7 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
-    """A stream alone is in one stage at a time; two are in both."""
+    """One stream is in one stage at a time; two streams use both."""
     sizes = read_model_sizes(read_raw_config(DEMO_MODEL)[0])
     machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
     one, two = (
@@ -426,7 +426,7 @@ def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
 
 
 def test_replicas_share_what_is_there() -> None:
-    """Each has a copy of the weights, and its part of the memory for keys and values; the fit is the engines' rule."""
+    """Each replica has a copy of the weights and its part of the KV cache memory, by the engine's own rule."""
     sizes, machine = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
     wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
     one, each = (
@@ -446,7 +446,9 @@ def test_replicas_share_what_is_there() -> None:
 
 
 def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of four ranks on two machines two share a memory, as two ranks of one machine do, and each has a quarter."""
+    """Two of four ranks on two machines share a memory, as two ranks of one machine do; each rank has a quarter of the
+    model.
+    """
     sizes, machine = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
     wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
     four, two = (
@@ -475,7 +477,7 @@ def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) 
 
 
 def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of seven experts a rank has four, which is half an expert more than half; what it has is counted."""
+    """One rank has four of seven experts, half an expert more than half; the plan counts these four."""
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
     sizes, machine = (
         read_model_sizes(read_raw_config(str(path))[0]),
@@ -498,7 +500,7 @@ def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What lies there needs no memory but for what is kept; the engine has as much of it as was planned."""
+    """Experts on disk need memory only for the resident ones; the engine keeps as many in memory as planned."""
     shape = {"num_local_experts": 16, "intermediate_size": 512, "hidden_size": 256}
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", **shape)
     sizes, machine = read_model_sizes(read_raw_config(str(path))[0]), Machine("test", 4 * GIB, gpu=False)
@@ -521,7 +523,7 @@ def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is on a disk, or in a GPU's host, needs no memory but for two layers, and sets the pace."""
+    """Layers on disk, or in a GPU's host memory, need device memory for two layers only, and they set the pace."""
     path = tiny_models.save_tiny_model(tmp_path, "llama", num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
     sizes = read_model_sizes(read_raw_config(str(path))[0])
     for gpu, moved in (
@@ -571,7 +573,7 @@ def test_pages_of_the_size_that_was_asked_for_are_planned(capsys: pytest.Capture
 
 
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The draft model's weights, its part of every page, and its spare pages, of which each sequence has two."""
+    """The draft model's weights, its part of every KV block, and its spare blocks, two per sequence."""
     draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
     given = {"dtype": "bfloat16", "kv_cache_memory": 0.05, "max_num_seqs": 16}
     config = EngineConfig(speculative_config=SpeculativeConfig(**draft), **given)
@@ -713,7 +715,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:
 def test_a_page_is_as_large_as_the_backend_s(
     card: str, dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first backend for GPUs that would serve such heads there, with flash-attn installed."""
+    """The first GPU backend that would serve such heads there, with flash-attn installed."""
     machine = find_gpu(card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if machine.bf16 else (7, 0))
     install_flash(monkeypatch, FakeFlashAttn())
@@ -737,7 +739,7 @@ def test_a_page_is_as_large_as_the_backend_s(
 
 
 def test_contexts_are_counted_in_the_backend_s_pages() -> None:
-    """A context of one token more than a page takes two pages, of 256 tokens on a GPU and of 16 on a CPU."""
+    """A context of one token more than a block takes two blocks, of 256 tokens on a GPU and of 16 on a CPU."""
     for machine, size in ((find_gpu("h100"), 256), (Machine("cpu", memory=64 * GIB, gpu=False), 16)):
         made = estimate_model(
             read_model_sizes(DEEPSEEK_CODER), machine, PlanRequest(EngineConfig(max_model_len=size + 1))
@@ -777,7 +779,7 @@ def test_a_serve_command_is_printed_for_what_is_served(
     text = capsys.readouterr().out
     assert ("quire serve" in text) is (reason is None)
     assert reason is None or reason in text
-    if not args:  # the engine's own word
+    if not args:  # compare with the engine
         try:
             served = read_model_config(tmp_path)
             rope_table(served.rope, 8, 8) if served.model_type == "llama" else None
@@ -811,7 +813,7 @@ def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(("kv", "head"), [("auto", 64 * 2), ("int8", 64 + 2), ("fp8", 64), ("fp8_e4m3", 64)])
 @pytest.mark.parametrize("card", ["H100", None])
 def test_keys_and_values_in_few_bits(card: str | None, kv: str, head: int) -> None:
-    """Two heads in each of six layers; flash-attn, whose pages have 256 tokens, holds no 8 bits."""
+    """Two heads in each of six layers. flash-attn, whose blocks have 256 tokens, supports no 8-bit KV cache."""
     machine = Machine("cpu", memory=64 * GIB, gpu=False) if card is None else find_gpu(card)
     made = estimate_model(
         read_model_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(EngineConfig(kv_cache_dtype=kv))
@@ -849,7 +851,9 @@ def test_the_memorys_arithmetic_adds_up_as_it_is_printed(args: list[str], capsys
 def test_a_plan_counts_what_graphs_take_as_the_engine_does(
     card: str, config: dict[str, Any], beside: float | None
 ) -> None:
-    """beside: what graphs share, as a part of the largest step's bytes; None: a quarter, and none is of prompts."""
+    """beside: the memory that graphs share, as a fraction of the largest step's bytes. None: a quarter, and no graph
+    has prompts.
+    """
     sizes, machine, asked = read_model_sizes(DEEPSEEK_CODER), find_gpu(card), EngineConfig(**config)
     step = max_step_bytes(sizes, 2, max_step_tokens(machine, asked))
     more = 0 if not beside else MAX_MIXED_GRAPHS * DRIVER_BYTES_PER_GRAPH
@@ -892,7 +896,7 @@ def test_a_config_is_planned_as_it_is_served(
     assert cli.main(["plan", "--config", str(file), "--gpu", "h100"]) == 0
     assert f"quire serve {coder} --config {file} --max-model-len 1024" in capsys.readouterr().out
     file.write_text("max_model_length = 1024\n")
-    with pytest.raises(SystemExit, match="2"):  # as quire serve
+    with pytest.raises(SystemExit, match="2"):  # like quire serve
         cli.main(["plan", "--config", str(file)])
     assert "max_model_length" in capsys.readouterr().err
 
@@ -918,7 +922,7 @@ def test_mixtures_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: Path) -> None:
-    """One of few bits stays as it is stored and is the tied head too; of another the CPU kernels pack a copy."""
+    """A quantized embedding stays as stored and is the tied head too; of any other the CPU kernels pack a copy."""
     gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
     folder = tiny_models.save_tiny_model(tmp_path / "folder", "llama", tie_word_embeddings=True)
     file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)

@@ -1,4 +1,4 @@
-"""The commands in odd surroundings: closed streams, full disks, few files, storms of signals, killed owners."""
+"""Commands in unusual environments: closed streams, full disks, few open files, repeated signals, killed owners."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def started(
     null = subprocess.DEVNULL
 
     def dispose() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where nohup runs the tests
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, if it runs the tests, ignores this signal
         if prepare is not None:
             prepare()
 
@@ -61,7 +61,7 @@ def started(
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], base: str) -> None:
-    """Bounded by pytest's own limit."""
+    """pytest's timeout bounds the wait."""
     while True:
         assert process.poll() is None
         try:
@@ -112,7 +112,7 @@ def hang_up_until_it_ends(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize("tenths", [0, 8, *slow(*range(1, 20))])
 def test_hangups_without_end_end_a_start_cleanly(tenths: int) -> None:
     with started() as (process, _):
-        while not _catches(process.pid, signal.SIGHUP):  # before, the interpreter has not run a line of ours
+        while not _catches(process.pid, signal.SIGHUP):  # before this, the interpreter has run none of our code
             assert process.poll() is None
         time.sleep(tenths / 10)
         hang_up_until_it_ends(process)
@@ -120,7 +120,7 @@ def test_hangups_without_end_end_a_start_cleanly(tenths: int) -> None:
 
 @pytest.mark.parametrize("turn", [0, *slow(*range(1, 10))])
 def test_hangups_without_end_drain_a_server_cleanly(turn: int) -> None:
-    """The first one lets open requests end; those after it change nothing."""
+    """The first SIGHUP lets open requests end; later ones change nothing."""
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with started() as (process, base):
         wait_until_ready(process, base)
@@ -147,7 +147,7 @@ def test_a_termination_ends_a_start_cleanly() -> None:
 def test_a_second_termination_ends_a_start_at_once() -> None:
     with started() as (process, _):
         wait_for = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while wait_for.exists() and not wait_for.read_text():  # until it has begun to start an engine
+        while wait_for.exists() and not wait_for.read_text():  # until it starts an engine
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
@@ -175,7 +175,7 @@ def test_a_full_disk_ends_a_batch_with_one_line(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_the_disk_was_full_is_continued(tmp_path: Path) -> None:
-    """A limit of the file's size stands for a full disk: the last line is cut where the limit is."""
+    """A file size limit stands in for a full disk: it cuts the last line."""
     output = tmp_path / "out.jsonl"
 
     def limit() -> None:
@@ -212,7 +212,7 @@ def ended(*argv: str, **options: Any) -> tuple[int, str]:
 
 
 NAMES = {"nonsense.invalid": "", "a" * 300: "no valid name", "ü" * 70 + ".x": "no valid name", "a\nb": "'a\\nb'"}
-"""Hosts that cannot be listened on, and a part of the answer; the first's depends on the resolver."""
+"""Hosts that the server cannot listen on, and a part of the error; that of the first depends on the resolver."""
 
 
 @pytest.mark.parametrize("host", NAMES, ids=range(len(NAMES)))
@@ -309,7 +309,7 @@ def test_too_few_open_files_are_refused() -> None:
 
 @needs_proc
 def test_a_killed_servers_socket_folder_goes_with_the_next_start(tmp_path: Path) -> None:
-    """And that of a server which lives stays."""
+    """The folder of a live server stays."""
     mine = tmp_path / "quire-notes"
     mine.mkdir()
     (mine / "lock").write_text("a folder of the user's own")

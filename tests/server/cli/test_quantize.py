@@ -1,4 +1,4 @@
-"""`quire quantize`: writes a checkpoint, and says in one line why it does not."""
+"""`quire quantize` writes a checkpoint, or prints in one line why it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quire run: OpenAI batch lines in, OpenAI batch lines out; what is done stays done."""
+"""`quire run`: OpenAI batch lines in, OpenAI batch lines out; finished lines are not computed again."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_line_without_an_id_gets_its_number() -> None:
 
 @pytest.mark.slow
 def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> None:
-    """From a pipe to a pipe, too: what is read is kept until all is answered."""
+    """Also from a pipe to a pipe: the input is kept until all lines are answered."""
     typed = {"temprature": 1}
     file = write(
         tmp_path / "in.jsonl", request("a", **typed), request("b"), request("a"), request("odd", temperature=9)

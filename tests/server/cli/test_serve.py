@@ -1,4 +1,4 @@
-"""quire serve as its user meets it: a process, what it prints, and how it ends."""
+"""`quire serve` as a user sees it: a process, its output, and how it ends."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def command(*argv: str) -> list[str]:
 
 
 def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As under `ulimit -v`."""
+    """As happens under `ulimit -v`."""
 
     def read(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("quire.server.observe.log_setup.set_up_logging", read)
-    monkeypatch.setattr("quire.server.cli.main.exit_on_sigterm_or_sighup", lambda: None)  # they are this process's
+    monkeypatch.setattr("quire.server.cli.main.exit_on_sigterm_or_sighup", lambda: None)  # these would be ours
     assert main(["serve", "--port", "0"]) == 1
     assert capsys.readouterr().err == "quire serve: too little memory (ulimit -v, the container's limit)\n"
 
 
 @contextmanager
 def serving(*flags: str, ignored: Sequence[signal.Signals] = ()) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A server process on a free port, its URL and what it printed until it was ready."""
+    """A server process on a free port, its URL, and its output until it was ready."""
 
     def dispose() -> None:
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -111,13 +111,13 @@ OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIG
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
 def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
-    """An open stream is finished, to its [DONE], after the signal; new connections are refused."""
+    """After the signal an open stream continues to its [DONE]; new connections are refused."""
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
     with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         first = next(lines)
         process.send_signal(number)
-        events = [first, *(line for line in lines if line)]  # on a busy machine the first may be the whole answer
+        events = [first, *(line for line in lines if line)]  # on a busy machine the first may be all of it
         assert events[0].startswith("data: {")
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in events[-2].replace(" ", "")
@@ -131,7 +131,7 @@ def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_a_closed_terminal_lets_open_streams_end() -> None:
-    """A terminal that goes takes the server's output with it, and sends SIGHUP more than once."""
+    """A terminal that closes takes the server's output with it and sends SIGHUP more than once."""
     ours, theirs = os.openpty()
     hang_up = (
         "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
@@ -165,10 +165,12 @@ def test_a_closed_terminal_lets_open_streams_end() -> None:
 
 @pytest.mark.slow
 def test_signals_ignored_at_the_start() -> None:
-    """nohup's server outlives its terminal; one that a script put in the background ends when its Ctrl-C arrives."""
+    """A server started by nohup outlives its terminal. A script's background server, which ignores SIGINT at its start,
+    still ends on Ctrl-C.
+    """
     with serving(ignored=[signal.SIGHUP, signal.SIGINT]) as (process, base, _):
         process.send_signal(signal.SIGHUP)
-        for _ in range(3):  # no signal stays behind the loop's next rounds
+        for _ in range(3):  # a signal is handled within the loop's next iterations
             assert httpx.get(f"{base}/health").status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -179,7 +181,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     body = {"prompt": "Once", "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True}
     with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
         assert process.stderr is not None
-        lines = stream.iter_lines()  # kept: its end would close the connection
+        lines = stream.iter_lines()  # keep the reference: the iterator's end would close the connection
         assert next(lines).startswith("data: {")
         process.send_signal(signal.SIGINT)
         assert "draining: " in process.stderr.readline()
@@ -334,7 +336,7 @@ def test_the_url_is_one_to_paste(host: str, shown: str) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_says_so_in_the_figures_of_the_plan_and_what_would(tmp_path: Path) -> None:
-    """A file without data, of 8 billion numbers."""
+    """The model is a sparse file of 600 * 2**30 float32 values and the config.json of an 8 B model."""
     config = LLAMA_8B | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     count = 600 * 2**30

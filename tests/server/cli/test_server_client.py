@@ -1,4 +1,4 @@
-"""Servers as people name them, the certificates that are trusted, and a first request that works as it is pasted."""
+"""URLs of servers as users type them, trusted certificates, and a first curl request that works when pasted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_whose_certificate_is_named_is_reached_by_https() -> None:
 
 
 def listed(url: str, **options: Any) -> str:
-    """What is said where no models can be listed."""
+    """The error message if no models can be listed."""
     with httpx.Client(base_url=f"{url}/v1", **options) as http, pytest.raises(EngineError) as caught:
         fetch_model_names(http)
     return str(caught.value)
@@ -78,7 +78,7 @@ def test_what_is_no_server_is_refused(text: str) -> None:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[str, Path]:
-    """The certificate of a server at 127.0.0.1, its key, and the authority that signed it."""
+    """The certificate of a server at 127.0.0.1, its key, and the CA that signed it."""
     authority = trustme.CA()
     own = authority.issue_cert("127.0.0.1")
     own.private_key_pem.write_to_path(tmp_path / "key.pem")
@@ -136,7 +136,7 @@ async def test_the_first_request_has_what_the_server_asks_for(paths: dict[str, P
     assert f"--cacert {paths['cert']}" in curl_command(config, await info(), "https://127.0.0.1:80", tls)
     assert "--insecure" in curl_command(
         config, await info(), "https://[::1]:80", tls
-    )  # of another name than the certificate
+    )  # the certificate has another name
     demanding = ServerConfig(ssl_certfile=paths["cert"], ssl_keyfile=paths["key"], ssl_ca_certs=paths["ca"])
     asked = curl_command(demanding, await info(), "https://127.0.0.1:80", tls_context(demanding))
     assert f"--cacert {paths['cert']} --cert YOURS.pem" in asked
@@ -144,7 +144,7 @@ async def test_the_first_request_has_what_the_server_asks_for(paths: dict[str, P
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 async def test_the_first_request_is_answered(paths: dict[str, Path]) -> None:
-    """By curl, with a key and a certificate that nobody else has signed."""
+    """With curl, an API key, and a certificate of a private CA."""
     async with serving(
         FakeEngine(hashed(b"abc")), ssl_certfile=paths["cert"], ssl_keyfile=paths["key"], api_key=["secret"]
     ) as port:

@@ -1,4 +1,4 @@
-"""Flags before environment before file before defaults; a bad value names its key and where it came from."""
+"""Flags override environment, file and defaults, in this order; invalid values are reported with key and source."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_variable_that_is_no_setting_ends_the_start(
 
 
 def test_variables_that_are_not_ours_to_judge_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another command's settings, the kernels', and those that Kubernetes sets for services."""
+    """Settings of another command, of the kernels, and those that Kubernetes sets for services."""
     links = {"QUIRE_SERVICE_HOST": "10.0.0.7", "QUIRE_SERVICE_PORT": "80", "QUIRE_SERVICE_PORT_HTTP": "80"}
     links |= {"QUIRE_PORT_80_TCP": "tcp://10.0.0.7:80", "QUIRE_PORT_80_TCP_ADDR": "10.0.0.7"}
     links |= {"QUIRE_UI_PORT": "tcp://10.0.0.8:80", "QUIRE_UI_SERVICE_HOST": "10.0.0.8"}
@@ -168,7 +168,7 @@ def test_every_preset_loads_by_name(preset: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_settings_survive_json() -> None:
-    """As they do on their way to the engine process."""
+    """Settings are sent to the engine process as JSON."""
     settings = load_settings(ServerConfig, {"max_model_len": "64", "served_model_name": ["x"]})
     again = ServerConfig.model_validate(json.loads(settings.model_dump_json()))
     assert again == settings
@@ -275,7 +275,7 @@ def test_a_key_given_to_vllm_is_said_not_to_guard(
 
 
 def test_torchrun_says_which_of_several_machines_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given counts more. Where no several machines are asked for, somebody else was launched, not we."""
+    """Explicit settings take precedence. Without several nodes in the settings, torchrun launched another program."""
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     several = {"nnodes": "2", "tensor_parallel_size": "2"}

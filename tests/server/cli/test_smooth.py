@@ -1,4 +1,4 @@
-"""`quire quantize --smooth`: its texts, and what is refused."""
+"""`quire quantize --smooth`: its calibration texts, and what it rejects."""
 
 from __future__ import annotations
 

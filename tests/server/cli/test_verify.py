@@ -1,4 +1,4 @@
-"""`quire verify`: passes on the real engine, and finds a sampler, kernels and a scheduler that are not as promised."""
+"""`quire verify` passes on the real engine and detects a batch-dependent sampler and batch-dependent kernels."""
 
 from __future__ import annotations
 

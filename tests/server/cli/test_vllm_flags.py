@@ -1,5 +1,6 @@
-"""Every flag of `vllm serve`, and every argument of its LLM(), is honoured, accepted without effect, or refused with
-what to do instead; vllm_0_33.toml says which."""
+"""Every flag of `vllm serve` and every argument of its LLM() is honored, accepted without effect, or refused with
+advice; vllm_0_33.toml lists which.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def given(flag: str) -> list[str]:
-    """The flag with what follows it, a value that asks for something."""
+    """The flag and, if it takes one, a value that has an effect."""
     found = foreign_flags().get(flag.lstrip("-"))
     return [flag, *{"": [], "=": ["7"], "+": ["7", "8"]}["" if found is None else found.value_kind]]
 
@@ -58,7 +59,7 @@ def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.Captu
     argv = [part for flag in FLAGS["accepted"] for part in given(flag)]
     assert vars(parse_flags(parser(), [*argv, "--port", "9", "mine"])) == {
         **{"model_tag": "mine", "config": None, "port": "9"},
-        **{"data_parallel_size": "1"},  # the flags of one rank are among them: each is a server of its own
+        **{"data_parallel_size": "1"},  # flags of one rank are among them: each rank is a server of its own
     }
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -131,7 +132,7 @@ def test_arguments_of_programs_are_honoured_accepted_or_refused(caplog: pytest.L
 
 
 def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
-    """A program that hands on all of vLLM's arguments, most of them as they are when nobody sets them."""
+    """Some programs pass on all of vLLM's arguments, most of them unset."""
     unset = dict.fromkeys([*ARGUMENTS["accepted"], *ARGUMENTS["refused"]])
     switched_off = dict.fromkeys((flag[2:].replace("-", "_") for flag in SWITCHES), False)
     for name in (*EngineConfig.model_fields, "enable_chunked_prefill", "no_enable_chunked_prefill"):

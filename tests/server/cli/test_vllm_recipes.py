@@ -1,5 +1,6 @@
-"""The command lines of vLLM's published recipes, with their values: each is understood. vllm_recipes.json has them, by
-the recipe's file, with the date of the commit that they were read from."""
+"""The command lines of vLLM's published recipes are accepted with their values. vllm_recipes.json lists them by the
+recipe's file, with the date of the commit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from quire.server.config import ServerConfig
 TABLE = json.loads(Path(__file__).with_name("vllm_recipes.json").read_text(encoding="utf-8"))
 SERVED = {file: lines["serve"] for file, lines in TABLE["files"].items() if "serve" in lines}
 ASCEND = ["--quantization", "ascend"]
-"""Of Huawei's NPUs: the one value of them all that no card here can do."""
+"""For Huawei's NPUs: the only value of a recipe that no supported device can serve."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +37,7 @@ def configured(*argv: str) -> ServerConfig:
 
 
 def is_runnable(argv: Sequence[str]) -> bool:
-    """Not one whose file is elsewhere, nor part of a strategy whose sizes are given when it is used."""
+    """False if the line's config file is not here, or if its strategy gets its sizes only when it is used."""
     alone = "--decode-context-parallel-size" in argv and not {"--tensor-parallel-size", "-tp"} & set(argv)
     return "--config" not in argv and "ascend" not in argv and not alone
 
@@ -127,7 +128,7 @@ def test_every_parser_of_vllm_is_auto_or_one_of_ours(flag: str, names: str, caps
         value = getattr(configured("mine", flag, name), field)
         said = capsys.readouterr().err
         assert value == name if not said else (value == "auto" and "chat template" in said and said.count("\n") == 1)
-        assert getattr(ServerConfig(**{field: name}), field) in ("auto", name)  # as a file or a variable says it
+        assert getattr(ServerConfig(**{field: name}), field) in ("auto", name)  # as from a file or a variable
 
 
 def test_a_parser_of_a_plugin_is_auto_and_one_of_nobody_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

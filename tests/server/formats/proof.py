@@ -1,4 +1,4 @@
-"""Calls made up, written by a chat template as transformers renders it, for what must read them back."""
+"""Random tool calls, rendered by a chat template with transformers, for tests of parsers and grammars."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHOWN = [
     }
     for name in NAMES
 ]
-"""What templates are shown: some of them cannot write lists' and objects' schemas."""
+"""The tools that templates are given: some templates cannot render the schemas of lists and objects."""
 TOOLS = {
     name: Tool(name, {"type": "object", "properties": PROPERTIES, "additionalProperties": False}) for name in NAMES
 }
@@ -61,7 +61,7 @@ class Call:
 
 
 def words(*more: str) -> st.SearchStrategy[str]:
-    """Texts with what is hard in them, but no markup that a template itself would write."""
+    """Texts with difficult characters, but without markup that a template itself would write."""
     hard = ["", " ", "é", "日本", "'", '"', "\\", "\n", "a, b=c", "{x}", "[1]", "<b>", "&amp;", "true", "7", "\t", "ok"]
     return st.lists(st.sampled_from([*hard, *more]), max_size=5).map("".join)
 
@@ -98,7 +98,7 @@ def calls(
 
 
 def tokenizer_for(template: str) -> Tokenizer:
-    """A token for each byte, and the template's tags like <|…|> as special tokens."""
+    """One token per byte, and the template's tags like <|…|> as special tokens."""
     backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -108,11 +108,12 @@ def tokenizer_for(template: str) -> Tokenizer:
 
 
 class Subject:
-    """A template, what was found out about it, and what transformers renders with it."""
+    """A template, the formats inferred from it, and transformers' rendering with it."""
 
     def __init__(self, template: str, *, by_quire: bool = False, head: str = "") -> None:
-        """`by_quire`: transformers refuses the template. `head`: what the turn begins with, where the prompt has more
-        messages behind the user's."""
+        """`by_quire`: render with Quire, because transformers refuses the template. `head`: the text at which the turn
+        begins, if the prompt has more messages after the user's.
+        """
         self.template, self.by_quire, self.head = template, by_quire, head
         self.tokenizer = tokenizer_for(template)
         self.formats = ChatFormats.from_config(ServerConfig(), self.tokenizer)
@@ -126,7 +127,7 @@ class Subject:
         ).removeprefix(self.bare)
 
     def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation by transformers; with no turns of an assistant, the prompt of its answer."""
+        """Render the conversation with transformers. Without assistant turns, add the generation prompt."""
         messages = [{"role": "user", "content": USER}, *turns]
         return self._rendered(messages, prompt=not turns)
 
@@ -142,7 +143,9 @@ class Subject:
         return str(rendered[0])
 
     def turn(self, made: Sequence[Call], content: str = "", thought: str | None = None) -> str:
-        """What the model writes in a turn: all behind the prompt, or behind what the two have in common."""
+        """Return what the model writes in a turn: the text after the prompt, or after the prefix that it shares with
+        the prompt.
+        """
         written = [
             {
                 "id": f"functions.{call.name}:{index}" if self.named_ids else f"call{index:05}",
@@ -165,7 +168,7 @@ class Subject:
         return self._thought(thought) + whole[place:]
 
     def _thought(self, thought: str | None) -> str:
-        """Thinking that the prompt begins and a turn does not show."""
+        """Reasoning that the prompt opens and that a rendered turn does not show."""
         reasoning = self.formats.reasoning_format
         if reasoning is None or not reasoning.starts_in_thinking(self.prompt) or self.shows_end:
             return ""
@@ -202,7 +205,7 @@ class Read:
 
 
 def read(format: RequestMessageFormat, pieces: Sequence[str]) -> Read:
-    """The message as a client adds it up."""
+    """Assemble the message as a client does from deltas."""
     parser = AssistantMessageParser(format)
     found, content, reasoning = list[list[str]](), "", ""
     place = 0

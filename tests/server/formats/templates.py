@@ -1,4 +1,4 @@
-"""Chat templates in ways that the published ones do not have, or that are not at hand: each says what is its own."""
+"""Chat templates with call syntaxes that no published template has, or whose published templates are not at hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOOLS = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
 
 
 def template(turn: str, lead: str = "<model>", end: str = "</s>\n") -> str:
-    """A template that writes an assistant's turn `m` as `turn` does, between `lead` and `end`."""
+    """Return a template that renders an assistant's turn `m` with `turn`, between `lead` and `end`."""
     return (
         f"{TOOLS}{USER}{SYSTEM}{RESULT}{{% else %}}{lead}{turn}{end}{{% endif %}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{lead}{{% endif %}}"
@@ -17,7 +17,7 @@ def template(turn: str, lead: str = "<model>", end: str = "</s>\n") -> str:
 
 
 def each(call: str, between: str = "") -> str:
-    """`call` for every call; `f` is its function."""
+    """Render `call` once per tool call; `f` is the call's function."""
     separator = f"{{% if not loop.last %}}{between}{{% endif %}}" if between else ""
     return f"{{% for c in m.tool_calls or [] %}}{{% set f = c.function %}}{call}{separator}{{% endfor %}}"
 

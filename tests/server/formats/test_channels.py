@@ -1,4 +1,4 @@
-"""Templates whose answers have parts with marks of their own: several spans of reasoning, content in a frame, calls."""
+"""Templates whose answers consist of delimited parts: several spans of reasoning, framed content, tool calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPIENTS = (
     "{% else %}<|go|>{{ m.role }}<|is|>{{ m.content }}<|stop|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|go|>model{% endif %}"
 )
-"""Each part is for somebody: the model itself, the user, or a tool."""
+"""Each part names its recipient: the model itself, the user, or a tool."""
 FRAMED = template(
     "<|think|>{{ m.reasoning_content or '' }}<|/think|>"
     "<|say|>{{ m.content }}<|/say|>"

@@ -1,4 +1,4 @@
-"""Calls in code blocks, as Qwen2.5-Coder 1.5B writes them: what is one, what is text, and that cuts change nothing."""
+"""Tool calls in code blocks, as Qwen2.5-Coder 1.5B writes them: which blocks are calls, and which stay text."""
 
 from __future__ import annotations
 

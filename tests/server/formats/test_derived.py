@@ -1,4 +1,6 @@
-"""Forms that are found out from a template's rendering read back, and allow, what transformers renders with it."""
+"""Call forms inferred from a template parse the calls that transformers renders with it, and their grammars accept
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ NONE_SHOWN = {
     "llama-cpp-rwkv-world": "hermes",
     "microsoft-Phi-3.5-mini-instruct": "hermes",
 }
-"""Templates that show no calls of an assistant, and the format that is used for each."""
+"""Templates that render no assistant's calls, and the named format that each of them uses."""
 BY_TEXT = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "harmony"}
-"""Templates that show one call alone, whose models are known to write several, or in more ways."""
+"""Templates that render a single call, although their models write several, or write them in more ways."""
 SHOWING = sorted((PATHS.keys() - NONE_SHOWN.keys()) | OWN.keys())
 PLAIN = st.sampled_from(["", "a", "b c", "é"])
 NO_QUOTES = words().map(lambda text: text.replace("'", "").replace("\\", ""))
@@ -52,11 +54,11 @@ TEXTS = {
     "escaped_attributes": words().map(lambda text: text.replace("&amp;", "")),
 }
 NO_NULL = {"MiniMax-M3"}
-"""Templates that leave out arguments that are null."""
+"""Templates that omit arguments that are null."""
 FREE_LISTS = {"MiniMax-M3", "escaped_attributes"}
-"""Templates that write lists and objects so that a grammar leaves them open."""
+"""Templates whose lists and objects are unconstrained in a grammar."""
 SETS = int(os.environ.get("TEST_TOOL_SETS", "25"))
-"""Of calls, for each template, when every cut is tried: 200 take some 20 minutes."""
+"""Sets of calls per template when every split is tried: 200 take about 20 minutes."""
 slowly = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=12)
 
 
@@ -75,7 +77,7 @@ def made(name: str, form: CallForm) -> Any:
 
 
 def filled(call: Any) -> bool:
-    """Whether nothing inside an argument is empty."""
+    """True if nothing inside an argument is empty."""
 
     def full(value: Any, depth: int = 0) -> bool:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None

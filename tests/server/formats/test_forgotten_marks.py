@@ -1,4 +1,6 @@
-"""Calls whose marks the model forgot: the tag around them, the end of the thinking before them, what divides them."""
+"""Tool calls with missing marks: the tag around them, the end of the reasoning before them, or the separator between
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ QWEN = "Qwen3.5-4B"
 
 
 def answered(name: str, text: str, begun: bool | None) -> Read:
-    """The same however the text is cut."""
+    """Parse `text`, and assert that every split of it gives the same message."""
     format = replace(subject(name).message_format(), starts_in_thinking=begun)
     whole = read(format, [text])
     for pieces in all_cuts(text):
@@ -55,8 +57,9 @@ def answered(name: str, text: str, begun: bool | None) -> Read:
 def test_an_answer_that_ends_with_calls_in_its_thinking_calls(
     text: str, reasoning: str, content: str, made: list[Call]
 ) -> None:
-    """vllm#35687, vllm#39056, vllm#55759; not as at renderers#78 and lmstudio-bug-tracker#1592, where what models
-    write about calls while they think was taken for calls."""
+    """vllm#35687, vllm#39056, vllm#55759. Calls that a model writes about while it thinks must stay reasoning:
+    renderers#78 and lmstudio-bug-tracker#1592 took them for calls.
+    """
     assert answered(QWEN, text, True) == Read(content, reasoning, made)
 
 
@@ -186,7 +189,7 @@ def test_any_order_of_calls_thoughts_and_marks_is_read_the_same_in_pieces() -> N
 
 
 def parsed(format: object, pieces: list[str]) -> tuple[str, str, str]:
-    """Reasoning, content, and the calls with their arguments as text, for these may be cut off."""
+    """Return reasoning, content, and the calls with their arguments as text, because arguments may be truncated."""
     parser, found = AssistantMessageParser(format), ["", "", ""]  # type: ignore[arg-type]
     for position, piece in enumerate(pieces):
         delta = parser.parse_delta(piece, [], final=position == len(pieces) - 1)
@@ -206,7 +209,9 @@ def test_templates_of_ones_own_forget_too() -> None:
 
 @pytest.mark.parametrize("filler", ["x", "x>", "}\n", "</"])
 def test_a_long_call_in_thinking_is_read_once(filler: str) -> None:
-    """What a trial leaves unread is searched again with each token: at most a short piece, however long the call is."""
+    """Text that a trial leaves unread is searched again with each token, so it must stay short however long the call
+    is.
+    """
     format = subject(QWEN).message_format()
     assert format.tool_format is not None
     trial = CallTrial(format.tool_format, format.tools_by_name)

@@ -1,4 +1,4 @@
-"""Lark's grammars as regular expressions, and custom tools whose input is held to them, through the real matcher."""
+"""Lark grammars as regular expressions, and custom tools whose input must follow them, through the real matcher."""
 
 from __future__ import annotations
 

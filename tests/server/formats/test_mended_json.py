@@ -1,4 +1,4 @@
-"""JSON arguments as models write them become JSON while they come, or are as they were.
+"""Malformed JSON arguments of models are repaired while they stream, or are left unchanged.
 
 Reported at ai-sdk-tool-call-middleware#298, pi#2981, pi#3637, omlx#1931, openclaw#141323,
 OpenHands/software-agent-sdk#2488, prism#937, lotti#4310, rhesis#2488.

@@ -1,5 +1,6 @@
-"""Strings with a pattern, as grammars of custom tools make of their input, in calls that are not JSON: through the real
-matcher, on every form that a template shows or that has a name, and read back by its parser."""
+"""Strings with a pattern, which grammars of custom tools become, in calls that are not JSON: through the real matcher,
+for every inferred and every named call form, and parsed back.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from tests.server.formats.test_lark_to_regex import FITS, FITS_NOT, PATCHES
 from tests.server.formats.test_tools_grammar import TOKENIZERS, walk
 
 NOT_HELD = {"escaped_attributes", "json_in_string"}
-"""Templates that write strings with escapes of their own: for these, a custom tool's grammar is refused."""
+"""Templates that write strings with escapes of their own, so that a custom tool's grammar is rejected."""
 HARD = "[ab</>\\n\"' \\]]{0,12}"
 """Texts that look like the marks around them."""
 
 
 def use_of(format: ToolFormat, syntax: str, definition: str) -> RequestTools:
-    """A custom tool with this grammar, which must be called."""
+    """Return the tools of a request that must call a custom tool with this grammar."""
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
     tool = {"type": "custom", "custom": {"name": "clock", "format": grammar}}
     asked = {"messages": [{"role": "user"}], "tools": [tool]}
@@ -46,8 +47,9 @@ def inputs_of(use: RequestTools, text: str) -> list[str]:
 
 
 def written(name: str, text: str) -> str:
-    """A call as the template writes it, without what is before calls. A string with a pattern stands as JSON's where
-    the template would write Python's, and letters as they are where it would escape them."""
+    """Return a call as the template renders it, without the text before calls. A string with a pattern is written as
+    JSON where the template would write a Python literal, and its letters stay unescaped.
+    """
     one, form = subject(name), form_of(name)
     turn = one.turn([Call("clock", {"input": text})])
     if one.formats.reasoning_format is not None and one.formats.reasoning_format.end in turn:

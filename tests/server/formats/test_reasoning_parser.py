@@ -1,4 +1,4 @@
-"""The thinking of an answer is told from its content, however the text is cut."""
+"""Reasoning is separated from content, wherever the text is split."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ THINKING = (
     CHATML.replace("assistant\n{%", "assistant\n{% if enable_thinking is defined %}<think>\n"
     "{% if not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}{{ reasoning_effort }}{%")
 )  # fmt: skip
-"""A template in the way of Qwen 3 and 3.5: the model decides, or the template does."""
+"""A template like those of Qwen 3 and 3.5: the model decides whether to think, or the template does."""
 
 
 def read(format: ReasoningFormat, begun: bool | None, pieces: Sequence[str]) -> tuple[str, str, int]:
-    """Reasoning, content, and how many characters belong to the thinking; each is a token here."""
+    """Return reasoning, content, and the number of reasoning tokens; each character is a token here."""
     parser = ReasoningParser(format, begun)
     reasoning = content = ""
     place = 0
@@ -145,7 +145,7 @@ def thinker(text: str, **options: Any) -> Any:
 
 
 async def both(api: Api, **body: Any) -> tuple[Any, list[Any]]:
-    """The whole answer, and the events of the streamed one."""
+    """Return the whole response, and the events of the streamed one."""
     body = {"messages": HELLO, **body}
     return await api.post(PATH, body), await api.events(PATH, {**body, "stream_options": {"include_usage": True}})
 

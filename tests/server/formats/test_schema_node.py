@@ -1,4 +1,4 @@
-"""What a schema says of a value's type, through references and combinations, as readers and grammars take it."""
+"""The types that a schema allows for a value, through references and combinations, as parsers and grammars use them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Values between tags are strings, numbers or objects by the resolved schema, in every template that writes them so.
+"""Values between tags are strings, numbers or objects by the resolved schema, in every template with tagged arguments.
 
-Reported at vllm#36032, vllm#37831, vllm#38973, vllm#48846, sglang#30832, ollama#12621, TensorRT-LLM#12173,
-mlx-lm#1910, smg#1841, mlxcel#1336.
+Reported at vllm#36032, vllm#37831, vllm#38973, vllm#48846, sglang#30832, ollama#12621, TensorRT-LLM#12173, mlx-lm#1910,
+smg#1841, mlxcel#1336.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ UNTYPED = [
     for name in sorted(PATHS)
     if name not in ("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731", "Kimi-K3")
 ]
-"""Templates that do not say beside a value whether it is a string."""
+"""Templates that do not write a value's type next to it."""
 
 
 @cache
@@ -170,7 +170,6 @@ def fits(name: str, text: str) -> bool:
 
 
 def test_a_nullable_string_is_streamed_while_it_comes() -> None:
-    """Held back only as long as it may be null."""
     one = subject("Qwen3.5-4B")
     parser = AssistantMessageParser(
         replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
@@ -181,7 +180,7 @@ def test_a_nullable_string_is_streamed_while_it_comes() -> None:
 
 
 def test_typed_tags_are_believed() -> None:
-    """DeepSeek V4 and Kimi K3 write the type beside each value."""
+    """DeepSeek V4 and Kimi K3 write the type next to each value."""
     for name in ("deepseek-ai-DeepSeek-V4", "Kimi-K3"):
         one = subject(name)
         format = replace(

@@ -1,4 +1,4 @@
-"""Tool parsers: what they find in whole texts, and that it is the same however the text is cut."""
+"""Tool parsers find the same calls and content, however the text is split."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ CASES = [(name, text, "", CALLS) for name, text in TWO_CALLS.items()]
 CASES += [(name, *case) for name, cases in MORE.items() for case in cases]
 
 slowly = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""The first text of hypothesis takes seconds where another process has the processor."""
+"""Hypothesis takes seconds for its first text if another process has the processor."""
 
 
 @dataclass
 class Found:
-    """Deltas as a client adds them up."""
+    """Deltas as a client assembles them."""
 
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -231,7 +231,7 @@ def dumped(value: Any) -> str:
 
 
 def write_calls(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """As a model writes them."""
+    """Write calls as a model of this format does."""
     match name:
         case "hermes":
             return "\n".join(

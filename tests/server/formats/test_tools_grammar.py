@@ -1,4 +1,4 @@
-"""Grammars of calls that must be made: what they let through is read as whole calls that fit the schemas."""
+"""Grammars of required tool calls: texts that they allow parse as complete calls that fit the schemas."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ EOS = "<|end|>"
 
 
 def make_tokenizer(special: bool, chat_template: str = "") -> Tokenizer:
-    """Bytes, an end, and the markers of all formats if they are to be special tokens."""
+    """Bytes, an end token, and the markers of all formats as special tokens if `special`."""
     backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -78,7 +78,7 @@ def compilers() -> Mapping[str, GrammarCompiler]:
 
 
 def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Any, seed: int) -> str:
-    """A text that the grammar allows, picked token by token; it ends as soon as it may after 300."""
+    """Return a text that the grammar allows, sampled token by token; after 300 tokens it ends as soon as it may."""
     rng = random.Random(seed)
     matcher = compiler.new_matcher(grammar)
     end = tokenizer.eos_token_ids[0]
@@ -183,7 +183,7 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
 def test_calls_beside_a_format_of_the_content(
     row: NamedToolFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
-    """The answer is calls or what the format allows; nothing else, and not both; also after a model's thinking."""
+    """The answer is either calls or content that fits the format, never both. The same holds after reasoning."""
     asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
     use = resolve_request_tools(ChatRequest.model_validate(asked), row.format)
     tokenizer, compiler = TOKENIZERS[kind], compilers[kind]

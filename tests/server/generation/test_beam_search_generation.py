@@ -1,4 +1,4 @@
-"""Beam search against transformers on the same weights, and against trying everything."""
+"""Beam search compared with transformers on the same weights, and with exhaustive search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYMBOLS = (97, 98, EOS)
 
 
 def table(ids: list[int]) -> dict[int, float]:
-    """Log probabilities of a, b and end of sequence after these tokens: fixed, irregular, and summing to one."""
+    """Logprobs of a, b and end of sequence after these tokens: fixed, irregular, with probabilities that sum to one."""
     weights = [1 + (7 * sum(i * t for i, t in enumerate(ids, 1)) + 13 * symbol) % 11 for symbol in SYMBOLS]
     return {symbol: math.log(w / sum(weights)) for symbol, w in zip(SYMBOLS, weights, strict=True)}
 
@@ -131,7 +131,7 @@ async def test_a_cancelled_search_answers_what_it_has(second_first: bool) -> Non
         while not any(each.id.endswith("-1-6-0") for each in engine.seen):  # noqa: ASYNC110
             await asyncio.sleep(0)
         name = engine.seen[0].id.removesuffix("-0-0-0")
-        if second_first:  # one beam of the second prompt's search, which ends it
+        if second_first:  # cancelling one beam of the second prompt ends its search
             while not (beams := [each for each in engine.running if each.startswith(f"{name}-1-")]):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert engine.owner.cancel(beams[0]) == 1

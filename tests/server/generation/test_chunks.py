@@ -1,4 +1,4 @@
-"""The bytes of a stream's chunks, which are put together from parts, beside json's of the whole object."""
+"""The bytes of stream chunks, which are assembled from parts, equal json's of the whole object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.server.generation.response_writers.completion_chunks import ChatWrite
 from tests.texts import byte_level_tokenizer
 
 ODD = ['"', "\\", "\u2028\u2029", "\x00\x1f\x7f", "👩‍👩‍👧", "</script>", "é\ufffd\U0010ffff", "\r\n\ndata: x\n\n"]
-"""What a careless writer of JSON, or of events, gets wrong."""
+"""Strings that a careless writer of JSON or of events gets wrong."""
 TEXTS = st.one_of(st.sampled_from(ODD), st.text(st.characters(exclude_categories=["Cs"])))
 
 
@@ -37,7 +37,7 @@ def spec(*, usage: bool, token_ids: bool, model: str = "m") -> GenerationRequest
 
 
 def one(text: bytes) -> dict[str, Any]:
-    """The object of one event, whose bytes must be those that json makes of it."""
+    """Return the object of one event and check that its bytes are json's."""
     assert text.startswith(b"data: ")
     assert text.endswith(b"\n\n")
     assert text.count(b"\n") == 2, "an event's data is one line"
@@ -55,7 +55,7 @@ def test_a_chunk_has_the_bytes_of_its_object(
     for kind in (ChatWriter, CompletionWriter):
         writer = kind(spec(usage=usage, token_ids=token_ids), byte_level_tokenizer().tokenizer, "fp")
         writer.weights_version = "7"
-        for _ in range(2):  # the second time from what was kept
+        for _ in range(2):  # the second time from the cache
             found = one(writer.step_events([delta]))
             (choice,) = found["choices"]
             shown = choice["delta"].get("content", "") if kind is ChatWriter else choice["text"]

@@ -1,4 +1,4 @@
-"""timeout and queue_timeout: a status before the first token, an event after it, and a count of their own."""
+"""timeout and queue_timeout give a status before the first token and an event after it; each has its own count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS = [
 
 
 class Stuck(FakeEngine):
-    """Takes requests and never begins."""
+    """An engine that accepts requests and never starts them."""
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         self.seen += requests
@@ -73,7 +73,7 @@ async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str,
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, Any]) -> None:
-    """The queue's is over before the answer is complete; the first token comes at once."""
+    """The queue deadline passes before the response is complete; the first token comes at once."""
     engine = FakeEngine(scripted(b"abc", EOS), eos=[EOS])
     async with open_api(engine) as api:
         plain = await api.post(path, body)

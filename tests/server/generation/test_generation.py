@@ -1,4 +1,4 @@
-"""What sampling and beam search have in common: when a call is complete, and what counts once."""
+"""What sampling and beam search share: when a generation is complete, and what is counted once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
 
 
 async def metrics(api: Api) -> dict[str, float]:
-    """The sum over all labels of each metric, by its name without a prefix."""
+    """The sum over all labels of each metric, by its name without the prefix."""
     found: dict[str, float] = {}
     for line in (await api.http.get("/metrics")).text.splitlines():
         if not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""A stop string ends an answer of a chat API where its content has it, and nowhere else.
+"""A stop string ends a chat response if its content contains it, and nowhere else.
 
 Reported at vllm#14399, vllm#38499, vllm#52393, sglang#33152, sglang#40529.
 """
@@ -173,7 +173,7 @@ def seen(whole: dict[str, Any]) -> Any:
 
 
 def folded(events: list[Any]) -> dict[str, Any]:
-    """The whole answer, as a client adds it up."""
+    """The whole response, merged from chunks as a client does."""
     usage = events.pop()["usage"]
     choices: dict[int, dict[str, Any]] = {}
     for event in events:

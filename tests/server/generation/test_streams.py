@@ -1,4 +1,4 @@
-"""A whole answer is the fold of the streamed one, for every feature; stop strings never leak."""
+"""A merged stream equals the whole response for every feature; streams contain no stop strings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BEGUN = {"messages": [USER, {"role": "assistant", "content": "Well a"}], "contin
 
 
 def listing(body: dict[str, Any]) -> dict[str, Any]:
-    """Tokens are listed only beside log probabilities."""
+    """`logprob_token_ids` is allowed only together with logprobs."""
     asked = body["logprobs"] is not None and body["logprobs"] is not False
     return body if asked else {**body, "logprob_token_ids": []}
 
@@ -64,7 +64,7 @@ chats = chats.flatmap(
 
 
 def fold(events: list[Any]) -> tuple[list[dict[str, Any]], Any]:
-    """Choices as a client adds them up, and the usage."""
+    """Choices merged from chunks as a client does, and the usage."""
     usage = events.pop()["usage"]
     folded: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -85,7 +85,7 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
     logprobs = {name: values or [] for name, values in (choice["logprobs"] or {}).items()}
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     rest = {name: choice[name] for name in ("index", "finish_reason", "stop_reason")}
-    # A choice without a single token has empty lists when whole, and no chunk to carry them when streamed.
+    # A choice without tokens has empty lists in a whole response; in a stream no chunk carries them.
     rest["token_ids"] = choice["token_ids"] or []
     return {**rest, "text": text, "logprobs": logprobs if any(logprobs.values()) else {}}
 

@@ -1,4 +1,4 @@
-"""What strangers send to an open port, on real sockets: an error or a closed connection, and the server goes on."""
+"""Hostile and broken clients on real sockets get an error or a closed connection, and the server goes on."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_port_scans_of_the_obvious() -> None:
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert set(error) == {"message", "type", "param", "code"}, name
             assert not any(mark in error["message"] for mark in ("Traceback", ".py", "site-packages")), error
-        fine = completion(b'{"prompt": "a\\u0000b"}')  # a NUL that JSON spells is a character like any other
+        fine = completion(b'{"prompt": "a\\u0000b"}')  # a NUL escaped in JSON is an ordinary character
         assert statuses(await port.send(fine)) == [200]
         assert (await http.get("/health")).status_code == 200
 
@@ -136,7 +136,7 @@ SLOW = {
         [404],
     ),
 }
-"""What is sent piece by piece, and the statuses of the answers before the connection is closed."""
+"""What is sent piece by piece, and the statuses of the responses before the connection is closed."""
 
 
 @pytest.mark.few(1)
@@ -151,7 +151,7 @@ async def test_who_trickles_is_answered_and_closed(name: str) -> None:
 
 @pytest.mark.slow
 async def test_who_is_slow_but_moves_is_served() -> None:
-    """A body that comes in pieces, in more time than the limit for each; and one whose answer takes longer."""
+    """The body takes longer in all than the limit for each piece, and so does the response."""
     body = b'{"prompt": "' + b"x" * 300_000 + b'"}'
     head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     pieces = [body[i : i + 20_000] for i in range(0, len(body), 20_000)]
@@ -162,7 +162,7 @@ async def test_who_is_slow_but_moves_is_served() -> None:
 
 
 async def test_a_stream_goes_on_while_its_client_begins_another_request() -> None:
-    """A pipelined head that never ends must not cost the answer before it."""
+    """A pipelined head that never ends must not end the response before it."""
     engine = FakeEngine(LETTERS, max_model_len=1000, step_seconds=0.05)
     body = b'{"prompt": "x", "stream": true, "max_tokens": 30}'
     async with serving(engine, read_timeout=0.2) as port:
@@ -233,7 +233,7 @@ async def test_an_upgrade_on_a_connection_that_shall_close_is_answered(protocol:
     ],
 )
 async def test_who_is_refused_while_he_sends_learns_why(first: bytes, status: int) -> None:
-    """Not only who stops sending to read the answer, which most clients do not."""
+    """Most clients do not stop sending to read the response."""
 
     def ask(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
@@ -257,7 +257,7 @@ async def metric(url: str, name: str) -> float:
 
 
 async def leave_unread(port: Port, body: dict[str, Any]) -> socket.socket:
-    """A client that asks, and reads nothing."""
+    """A client that sends a request and reads nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -279,7 +279,7 @@ async def test_who_does_not_read_is_cut_off(caplog: pytest.LogCaptureFixture) ->
 
 
 async def test_what_waits_for_a_reader_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that is far faster than its reader: the answer is given up, long before the time is."""
+    """The engine is far faster than the reader: the stream is ended long before the timeout."""
     engine = FakeEngine(LETTERS, max_model_len=10**9, burst=1000)
     async with serving(engine, write_timeout=3600, max_logprobs=200) as port:
         with await leave_unread(port, {"max_tokens": 10**9 - 10, "logprobs": 200}) as sock:
@@ -292,7 +292,7 @@ async def test_what_waits_for_a_reader_is_bounded(caplog: pytest.LogCaptureFixtu
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """The end of what comes."""
+    """Read to the end of the response and return its last bytes."""
     sock.settimeout(60)
     tail = b""
     while not tail.endswith(b"\r\n0\r\n\r\n") and (part := sock.recv(1 << 20)):
@@ -400,7 +400,7 @@ async def test_thousands_of_requests_in_one_piece_end_the_connection() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_of_http_1_0_gets_no_chunks(stream: bool) -> None:
-    """nginx with its defaults, `ab`: an answer without a length ends with the connection."""
+    """nginx with its defaults, `ab`: a response without a length ends with the connection."""
     body = json.dumps({"prompt": "x", "max_tokens": 5, "seed": 1, "stream": stream}).encode()
     whole = completion(body)
     async with serving(FakeEngine(LETTERS)) as port:

@@ -1,4 +1,4 @@
-"""What quire/server/http overrides of uvicorn and sse-starlette is what the pinned versions have."""
+"""What quire/server/http overrides of uvicorn and sse-starlette was reviewed in the pinned versions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ BASES: dict[type, tuple[type, str]] = {
     HttpServer: (uvicorn.Server, "uvicorn"),
     EventStream: (EventSourceResponse, "sse-starlette"),
 }
-"""Our classes, and the package whose class each extends."""
+"""Our classes, with the class and the package that each extends."""
 READ_VERSIONS = {
     (HttpConnection, "0.54.0"): "9b7d6dbd385884ce",
     (HttpServer, "0.54.0"): "e64e39f2b876b719",
     (EventStream, "3.7.0"): "218f8d8c9bca7a94",
 }
-"""Digests of the methods that ours override, of the versions with which somebody has read them."""
+"""Digests of the overridden base methods, by reviewed version."""
 
 
 def overridden(ours: type, base: type) -> dict[str, FunctionType]:
-    """The methods of the base that our class has too, by name."""
+    """The methods of the base that our class defines too, by name."""
     names = [name for name, value in vars(ours).items() if isinstance(value, FunctionType)]
     return {name: found for name in names if isinstance(found := getattr(base, name, None), FunctionType)}
 
@@ -56,7 +56,7 @@ def test_what_is_overridden_was_read_in_the_pinned_version(ours: type) -> None:
 
 @pytest.mark.parametrize("ours", BASES)
 def test_our_methods_take_what_those_of_the_base_take(ours: type) -> None:
-    """Whatever version is installed calls them."""
+    """Any installed version calls them."""
     base, _ = BASES[ours]
     for name, theirs in overridden(ours, base).items():
         if name != "__init__":

@@ -1,4 +1,4 @@
-"""Server-sent events: the status, comments during silences, errors, and ends; on our own server and alone."""
+"""Server-sent events: status, pings, errors and ends, on a real server and on EventStream alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = 0.02
 
 
 class Stream:
-    """An EventStream without a server: what it sends, and a client that can leave."""
+    """An EventStream without a server: what it sends, and a client that can disconnect."""
 
     def __init__(self, ping: float = SHORT) -> None:
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
@@ -125,7 +125,7 @@ async def test_who_leaves_closes_what_made_the_chunks() -> None:
 
 
 def datas(text: str) -> tuple[list[str], int]:
-    """The data of each event, read as the standard has it, and the number of comments."""
+    """The data of each event, parsed as the SSE standard says, and the number of comments."""
     found, comments, data = [], 0, list[str]()
     for line in text.split("\n"):
         if line.startswith(":"):

@@ -1,4 +1,4 @@
-"""Writes that wait for the end of the loop's turn: complete, in order, and none of them for ever."""
+"""Writes are buffered to the end of a loop turn: all are sent, in order, and none waits forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.http.write_batching import MAX_BUFFERED_BYTES, BatchingTranspo
 
 
 class Recorded(asyncio.Transport):
-    """Notes what is written to it, in one list for all."""
+    """Appends what is written to a list that all transports share."""
 
     def __init__(self, name: str, written: list[tuple[str, bytes]], broken: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Recorded(asyncio.Transport):
 
 
 class Line:
-    """Some connections of one server."""
+    """Three connections of one server."""
 
     def __init__(self, broken: str = "") -> None:
         bursts, loop = WriteBatcher(), asyncio.get_running_loop()
@@ -75,7 +75,7 @@ async def test_a_connection_that_closes_sends_what_it_holds_and_one_that_aborts_
     line.c.write(b"too late")
     line.a.close()
     line.b.abort()
-    line.below["c"].close()  # as by the client
+    line.below["c"].close()  # closed by the client
     assert line.written == [("a", b"last")]
     assert line.a.is_closing()
     assert line.b.is_closing()

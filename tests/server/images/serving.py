@@ -1,4 +1,4 @@
-"""The whole server on a model of a folder, its engine in this process."""
+"""The whole server on a model's folder, with its engine in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images at addresses: only hosts that are allowed, only public addresses, within bounds."""
+"""Images at URLs: only from allowed hosts, only from public addresses, within bounds of time and size."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ async def test_what_does_not_come(server: str, path: str, said: str) -> None:
     ["localhost", "127.0.0.1", "[::1]", "2130706433", "0x7f.1", "127.1", "①②⑦.0.0.1", "127。0。0。1", "ｌocalhost"],
 )
 async def test_nothing_of_this_machine(server: str, host: str) -> None:
-    """Whatever its name: what counts is where a connection would lead."""
+    """The address that a connection would reach decides, whatever the host is called."""
     with pytest.raises(InvalidRequest, match=r"not on the public network|cannot be fetched"):
         await fetched(f"http://{host}:{server.rpartition(':')[2]}/image")
 
 
 @pytest.mark.parametrize("path", ["/ä/image", "/image?ü=ö"])
 async def test_letters_of_all_kinds(server: str, path: str) -> None:
-    """They are asked for as browsers do."""
+    """As browsers do."""
     assert await fetched(f"{server}{path}", anywhere=True) == b"pixels"
 
 
@@ -124,7 +124,7 @@ async def test_a_redirection_leads_to_nothing_inside(server: str) -> None:
 
 
 async def test_a_name_with_one_private_address_is_refused() -> None:
-    """A name that stands for several addresses must not pass by the first of them."""
+    """A host with several addresses must not pass because its first one is public."""
 
     def resolve(*args: object, **options: object) -> list[tuple[object, ...]]:
         kinds = socket.AF_INET, socket.SOCK_STREAM, 6, ""
@@ -164,7 +164,7 @@ async def test_domains_below_one() -> None:
 
 
 async def test_what_comes_counts_as_it_comes(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a host has sent all of it, and of all images of a request together."""
+    """Bytes count before a host has sent them all, and over all images of a request."""
     monkeypatch.setattr(image_fetcher, "MAX_TOTAL_BYTES", 4 << 20)
     told, fetcher = list[int](), ImageFetcher(["*"], lambda address: True)
 
@@ -183,7 +183,7 @@ async def test_what_comes_counts_as_it_comes(server: str, monkeypatch: pytest.Mo
 
 
 async def test_a_host_is_asked_at_each_of_its_addresses(server: str) -> None:
-    """Some hosts have an address of IPv6 that leads nowhere from here."""
+    """Some hosts have an IPv6 address that is unreachable from here."""
     port = int(server.rpartition(":")[2])
 
     def resolve(*args: object, **options: object) -> list[tuple[object, ...]]:

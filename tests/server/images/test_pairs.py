@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: vectors of texts and of images from the whole server, against transformers' in float64."""
+"""CLIP and SigLIP: embeddings of texts and images from the whole server, against transformers in float64."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Served:
         return torch.tensor(answer.json()["data"][0]["embedding"])
 
     def theirs(self, text: str | None = None, seed: int = 0) -> Tensor:
-        """What transformers makes of a text, or of a picture."""
+        """Return transformers' embedding of a text, or of a picture."""
         clip = self.kind == "clip"
         model: Any = (CLIPModel if clip else SiglipModel).from_pretrained(self.path, dtype=torch.float64)
         with torch.inference_mode():
@@ -116,7 +116,7 @@ async def test_vectors_are_those_of_transformers(served: Served) -> None:
 
 
 async def test_bits_depend_on_nothing_else(served: Served) -> None:
-    """Images, which are read in several steps here, beside texts and each other."""
+    """Images, which take several steps here, run together with texts and with each other."""
     asked: list[dict[str, Any]] = [{"messages": talk(seed)} for seed in (1, 2, 3, 1)]
     asked += [{"input": text} for text in ("a", "longer than that")]
     alone = [await served.vector(**each) for each in asked]

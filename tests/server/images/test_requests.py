@@ -57,7 +57,7 @@ def asking(*urls: str, text: str = "What?", **detail: str) -> list[dict[str, Any
 
 
 def tokens_of(path: Path, *images: Image.Image, **options: Any) -> list[int]:
-    """transformers' prompt for `asking` about these."""
+    """Return the token ids of transformers' prompt for `asking` about these images."""
     made = processor(path)
     talk = [{"role": "user", "content": [*[{"type": "image"}] * len(images), {"type": "text", "text": "What?"}]}]
     text = made.apply_chat_template(talk, add_generation_prompt=True)
@@ -123,7 +123,7 @@ async def test_every_api_asks_the_same(api: Api, path: Path) -> None:
 
 
 class Fetched:
-    """What a Fetcher is, with one image at every address."""
+    """An image fetcher that finds the same image at every URL."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -202,7 +202,7 @@ async def test_structured_outputs(api: Api) -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of some bytes that says it has as many pixels."""
+    """A PNG of a few bytes whose header claims this many pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
@@ -301,7 +301,7 @@ async def test_sound_and_moving_pictures_are_refused(api: Api, endpoint: str, pa
 
 
 async def test_results_of_tools_have_images_in_every_api(api: Api, path: Path) -> None:
-    """The template shows them in their place, so the prompt is the same whichever API it came by."""
+    """The template renders images where they stand in the result, so the prompt is the same through every API."""
     image = picture(8, 90, 60)
     url, encoded = data_url(file_of(image)), base64.b64encode(file_of(image)).decode()
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -1,4 +1,4 @@
-"""Vectors of images: the whole server on a tiny Qwen3-VL, against what transformers makes of the last token."""
+"""Embeddings of images: the whole server on a tiny Qwen3-VL, against transformers' vector of the last token."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_vector_is_that_of_transformers(api: Api, path: Path, parts: tup
     found = await asked(api, talk(*parts))
     (only,) = found["data"]
     assert torch.tensor(only["embedding"]).double() == pytest.approx(wanted, abs=1e-5)
-    again = await asked(api, talk(*parts))  # its pages are cached
+    again = await asked(api, talk(*parts))  # its KV blocks are cached
     assert again["data"] == found["data"]
     assert found["usage"]["prompt_tokens"] > (12 if images else 0)
     short = await asked(api, talk(*parts), dimensions=8)

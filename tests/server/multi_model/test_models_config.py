@@ -1,4 +1,4 @@
-"""The file of `quire serve --models`."""
+"""Parsing of the file of `quire serve --models`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The application of several models on fake engines: whose a request is, what it holds meanwhile, what all share."""
+"""Several models behind one app, on fake engines: which model serves a request, what the request's body costs
+meanwhile, what all models share.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ from tests.texts import CHATML, byte_level_tokenizer
 KIB = 1024
 BODY = 200 * KIB
 NEVER = "never"
-"""The name of a model whose load does not end,"""
+"""The name of a model whose load does not end."""
 WRONG = "wrong"
-"""and of one whose files are no model."""
+"""The name of a model whose files are invalid."""
 
 
 @asynccontextmanager
 async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
-    """A model that writes its own name, again and again. `over`: the test is."""
+    """A model that writes its own name, again and again. `over` is set when the test ends."""
     if entry.name == NEVER:
         await over.wait()
     if entry.name == WRONG:
@@ -58,7 +60,7 @@ async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Mod
 
 @asynccontextmanager
 async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[ServerContext, httpx.AsyncClient]]:
-    """A server of these models, of which the first is loaded."""
+    """A server of these models; the first one is loaded."""
     config = ServerConfig(max_body_size=1 / 4, **options)
     entries = tuple(ModelEntry(name, config.model_copy(update={"served_model_name": [name]}), 0.0, 1) for name in names)
     over = asyncio.Event()
@@ -142,7 +144,7 @@ async def test_what_is_stored_is_every_models(tmp_path: Path) -> None:
 
 
 async def ended(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of these lines that is completed."""
+    """Create a batch of these lines, and return it when it is completed."""
     content = "\n".join(map(json.dumps, lines)).encode()
     file = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
     asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}

@@ -1,4 +1,4 @@
-"""A name of one's own: a system message and defaults, on the engine of another table's model."""
+"""Presets of `--models`: names with a system message and defaults, on the engine of another table's model."""
 
 from __future__ import annotations
 

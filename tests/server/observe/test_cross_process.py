@@ -1,4 +1,4 @@
-"""What API processes ask one another, through a real hub."""
+"""Calls between API processes, through a real leader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.client.test_api_server_leader import request, shared, until
 
 
 def _beginning(client: EngineClient) -> CrossProcessObserver:
-    """As an API process begins: whatever asks others is there."""
+    """Register all methods that API processes call in each other, as their start does."""
     assert isinstance(client.engine_core, SharedClient)
     others = CrossProcessObserver(client, Metrics(client, "m", 64, {}), RequestLog(9), lambda ids: "")
     Background(Peers(client.engine_core, None))

@@ -1,4 +1,4 @@
-"""Traces: valid by the format's rules, and accounting for all of the time."""
+"""Engine traces follow the Trace Event Format, and account for all of the recorded time."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ FORMAT = {
         },
     },
 }
-"""After Google's "Trace Event Format": the parts of it that Quire writes."""
+"""The parts of Google's "Trace Event Format" that Quire writes."""
 
 
 def check(found: Any) -> None:
-    """Also what a schema cannot say: slices of a track nest, async events of an id pair up."""
+    """Check the schema, and what a schema cannot express: slices of a track nest, async events of an id pair up."""
     jsonschema.validate(found, FORMAT)
     tracks: dict[Any, list[Any]] = defaultdict(list)
     stacks: dict[Any, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Metrics of engines that work beside each other, told apart by their number."""
+"""Metrics of several engines, labeled by engine number."""
 
 from __future__ import annotations
 

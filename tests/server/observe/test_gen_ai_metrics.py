@@ -1,4 +1,4 @@
-"""OpenTelemetry's histograms: what they observe of timelines whose times are known, and of real calls."""
+"""OpenTelemetry's histograms: what they observe of timelines with known times, and of real calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def observed(*timelines: Timeline) -> CollectorRegistry:
 
 
 def answer(id: str, tokens: int, reason: str = "stop") -> Timeline:
-    """Queued for a second, prefilled for two, interrupted while decoding: 4 + 3 + 1 seconds; delivered after 5."""
+    """A timeline: 1 s queued, 2 s prefill, 4 s decode, 3 s preempted, 1 s decode; delivered after 5 s more."""
     made = Timeline(id, 10, 100.0, [(100.0, "queued"), (101.0, "prefill")])
     made.marks += [(103.0, "decode"), (107.0, "preempted"), (110.0, "decode"), (111.0, "delivery")]
     made.first_token_at, made.output_tokens, made.cached_tokens = 103.0, tokens, 0

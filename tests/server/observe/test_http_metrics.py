@@ -1,5 +1,4 @@
-"""HTTP requests and the process, by the names that vLLM's dashboards ask for; no caller decides how many labels there
-are."""
+"""Metrics of HTTP requests and of the process, by the names that vLLM's dashboards query. Callers cannot add labels."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.server.fake import FakeEngine, hashed
 
 
 async def scrape(api: Api) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
-    """Values by the name and the labels of samples."""
+    """Return the values of samples by name and labels."""
     found: dict[str, dict[frozenset[tuple[str, str]], float]] = defaultdict(dict)
     headers = {"Authorization": "Bearer key"}
     for family in text_string_to_metric_families((await api.http.get("/metrics", headers=headers)).text):

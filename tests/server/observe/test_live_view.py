@@ -1,4 +1,4 @@
-"""Watching the engine, and cancelling what runs there."""
+"""The live view of the engine, and cancelling the requests that run there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTERS = hashed(b"abcdefgh")
 
 @pytest.fixture
 async def slow() -> AsyncIterator[Api]:
-    """A server whose engine takes its time."""
+    """A server with a slow engine."""
     async with open_api(FakeEngine(LETTERS, step_seconds=0.01)) as opened:
         yield opened
 
@@ -99,7 +99,7 @@ async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Ap
     api.runtime.live_view.close_streams()
     for stream in streams:
         assert [event async for event in stream] == []
-    await asyncio.sleep(0.6)  # the snapshot under way
+    await asyncio.sleep(0.6)  # let the current snapshot finish
     looks = api.engine.looks
     await asyncio.sleep(0.6)
     assert api.engine.looks == looks
@@ -166,7 +166,7 @@ async def test_block_tables_are_for_those_who_may_watch_the_engine() -> None:
 
 
 async def cancelled_stream(api: Api, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Events of a stream that is cancelled from outside, and the answer to that."""
+    """Return the events of a stream that another request cancels, and the response to that request."""
     call = asyncio.create_task(api.events(path, {**body, "max_tokens": 400}))
     await api.engine.sent.wait()
     answer_id = api.engine.seen[0].id.rsplit("-", 1)[0]

@@ -1,4 +1,4 @@
-"""JSON logs with request ids; OpenTelemetry spans as an OTLP receiver gets them."""
+"""JSON logs with request ids, and OpenTelemetry spans as an OTLP receiver gets them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_last_answers_of_several_are_one_list() -> None:
 
 
 def test_metrics_of_several_are_told_apart() -> None:
-    """As of models in one process, or of replicas that tell theirs as text."""
+    """The parts are models in one process, or replicas whose metrics arrive as text."""
     parts = {"one": registry({"a": 2}, [0.5]), "two": registry({"a": 3, "b": 1}, [1.5])}
     texts = {name: generate_latest(each).decode() for name, each in parts.items()}
     read = {name: partial(text_string_to_metric_families, text) for name, text in texts.items()}

@@ -1,4 +1,4 @@
-"""GET /v1/engine/requests: the last answers, whose they were, and the adapters."""
+"""GET /v1/engine/requests: recent answers, their tenants, and the adapters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_it_needs_an_admins_key() -> None:
 def answered(
     log: RequestLog, history: RequestHistory, tenant: Tenant, prompt: int, cached: int, output: int
 ) -> RequestRecord:
-    """An answer with so many tokens."""
+    """Record an answer with these numbers of tokens."""
     job = f"cmpl-{len(log.records_oldest_first)}"
     record = RequestRecord("r", "POST", "/v1/completions", None)
     log.register_answer_record({"tenant": tenant, "request_record": record}, job, job, "model")

@@ -1,4 +1,4 @@
-"""X-Request-Id, and where a request's time went: on a fake engine here, on the real one in tests/e2e."""
+"""X-Request-Id, and where a request's time went: with a fake engine here, with the real one in tests/e2e."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
 
 
 def test_what_an_explanation_costs_is_bounded() -> None:
-    """An answer of many sequences, in large batches that differ from step to step."""
+    """The answer has many sequences, in large batches that differ from step to step."""
     history, ids = RequestHistory(), [f"cmpl-a-{i}" for i in range(64)]
     for each in ids:
         history.record_submission(request(each))

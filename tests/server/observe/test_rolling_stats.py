@@ -1,4 +1,4 @@
-"""Times between tokens, which are counted many at a time."""
+"""Histograms of the times between tokens, which are counted in bulk."""
 
 from __future__ import annotations
 

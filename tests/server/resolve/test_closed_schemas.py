@@ -1,4 +1,6 @@
-"""Objects without additionalProperties in every field that has a schema, over HTTP, and the flag."""
+"""Objects without additionalProperties are closed in every field that takes a schema, over HTTP, unless a flag says
+otherwise.
+"""
 
 from __future__ import annotations
 

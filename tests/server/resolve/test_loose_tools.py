@@ -1,4 +1,4 @@
-"""Schemas of tools that nobody asked to hold: they never refuse a request (llama.cpp#26930, fastmcp#4918)."""
+"""The schema of a tool that is not strict never makes a request fail (llama.cpp#26930, fastmcp#4918)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a refused body's fields are called in the message: as the caller wrote them."""
+"""Validation errors name the fields of a body as the caller wrote them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat request may do to its prompt: go on in the last message, bring a template of its own."""
+"""How a chat request shapes its prompt: it continues the last message, or brings a template."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_message_is_continued_as_transformers_does(template: str, final: str) 
 
     try:
         (wanted,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True, **special)
-    except Exception:  # it is adapted
+    except Exception:  # Quire adapts the messages
         assert ours().rstrip().endswith(final.strip())
     else:
         assert ours() == wanted
@@ -128,7 +128,7 @@ async def test_a_request_may_bring_a_template_where_the_operator_allows_it() -> 
 
 
 def words() -> Named:
-    """BERT's way: a word that the vocabulary lacks is one unknown token, however long; white space is dropped."""
+    """Like BERT's: a word outside the vocabulary is one unknown token, however long it is; white space is dropped."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "b": 3}, unk_token="[UNK]")
     )

@@ -1,4 +1,4 @@
-"""Structured outputs over HTTP: every way to ask, and 400 before the engine hears of what cannot be done."""
+"""Structured outputs over HTTP: every field that requests them, and 400 before the engine sees an invalid one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "start: start"}, "guided_grammar"),
 ]
 CHAIN = {"$ref": "#/$defs/a0", "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(4000)} | {"a4000": {}}}
-"""Overflows the stack of who compiles it."""
+"""Overflows the stack of the compiler."""
 ENDLESS = {"type": "integer", "multipleOf": 99999999}
 
 
@@ -91,7 +91,7 @@ async def api() -> AsyncIterator[Api]:
 
 
 def matches(grammar: Grammar, text: str, tokenizer: Tokenizer | None = None) -> bool:
-    """Whether a text is all of what the grammar allows."""
+    """True if the grammar accepts the whole text."""
     tokenizer = tokenizer or byte_level_tokenizer().tokenizer
     matcher = GrammarCompiler(make_grammar_vocabulary(tokenizer, 320, (258,))).new_matcher(grammar)
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What clients ask in other words means the same in every API: thinking, limits of answers, tools that may be used."""
+"""Equivalent request fields mean the same in every API: thinking, limits of output tokens, allowed tools."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WORDS = [("minimal", "low"), ("low", "low"), ("medium", "high"), ("high", "high"
 
 @pytest.mark.parametrize(("effort", "word"), WORDS)
 async def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str, word: str) -> None:
-    """Tencent's Hy3 and Kimi K3 refuse words that the APIs have: each was a 400."""
+    """Tencent's Hy3 and Kimi K3 reject efforts that the APIs have: each was a 400."""
     effort_of = "{{ 'EFFORT=' ~ reasoning_effort }}"
     async with speaker("x", chat_template=CHATML + SWITCHES["reasoning_effort"] + effort_of) as api:
         await api.post(PATH, {"messages": HELLO, "reasoning_effort": effort})

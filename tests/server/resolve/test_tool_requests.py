@@ -188,7 +188,7 @@ async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
 
 
 def test_what_one_step_brings_comes_in_order() -> None:
-    """With several tokens per step, content and the call behind it are in one delta."""
+    """With several tokens per step, content and the call after it are in one delta."""
     tokenizer = byte_level_tokenizer().tokenizer
     named = {"identity": AnswerIdentity(id="id"), "caller": Caller(), "model": "m"}
     spec = GenerationRequest(prompts=[Prompt([1], "")], params=SamplingParams(), num_returned=1, **named)
@@ -271,7 +271,7 @@ async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, s
     ],
 )
 async def test_a_schema_that_cannot_be_compiled_is_named(path: str, body: dict[str, Any], named: str) -> None:
-    """And never the grammar that is made of all."""
+    """The error never names the grammar that is built from all tools."""
     async with speaker("x") as api:
         error = (await api.post(path, {**body, "tool_choice": "required"}, 400))["error"]
     assert error["message"] == f"tools[{len(body['tools']) - 1}].{named}: Invalid type: strange"
@@ -409,7 +409,7 @@ async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.As
 
 
 def folded(events: list[Any]) -> list[dict[str, Any]]:
-    """Messages and how they ended, as a client adds them up."""
+    """Messages and finish reasons, as a client assembles them."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         (choice,) = event["choices"]

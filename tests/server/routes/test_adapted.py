@@ -1,6 +1,7 @@
-"""Conversations that a chat template does not take as they are, in all APIs: adapted, which a header says, or refused.
+"""Conversations that a chat template does not take as they are, in all APIs: adapted, which a header reports, or
+rejected.
 
-The reports are public ones of users of other servers.
+The reports are public ones by users of other servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: names that come and go, what they are good for together with all else, and what is refused."""
+"""LoRA adapters over HTTP: loading and unloading, together with all other features, and what is rejected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 @asynccontextmanager
 async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
-    """The app on an engine in this process."""
+    """The app with an engine in this process."""
     settings = {"served_model_name": ["tiny"], "num_kv_blocks": 64, "enable_lora": True, "max_loras": 2, **options}
     config = ServerConfig(model=str(model), **settings)
     client = EngineClient(InProcessClient(config))
@@ -95,7 +95,7 @@ async def test_names_come_and_go(model: Path, folders: list[Path]) -> None:
         assert second["choices"][0]["logprobs"] != first["logprobs"]
         other = await error(api, LOAD, {"lora_name": "second", "lora_path": str(folders[2])}, 400)
         assert "other content" in other["message"]
-        await load(api, "second", folders[1])  # the same once more
+        await load(api, "second", folders[1])  # the same content again
         await load(api, "second", folders[2], load_inplace=True)
         third = (await api.post(COMPLETIONS, asked("second")))["choices"][0]
         assert third["logprobs"] != second["choices"][0]["logprobs"]
@@ -129,7 +129,9 @@ async def test_cached_prefixes_are_an_adapters_own(model: Path, folders: list[Pa
 
 @pytest.mark.slow
 async def test_together_with_all_else(model: Path, folders: list[Path]) -> None:
-    """Structured outputs, choices, beam search, chat and streams; each as it is alone, whatever runs beside it."""
+    """Structured outputs, choices, beam search, chat and prompt logprobs give what they give alone, whatever runs
+    meanwhile.
+    """
     modules = [f"a{index}={folder}" for index, folder in enumerate(folders)]
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -197,7 +199,6 @@ async def test_refused(model: Path, folders: list[Path], tmp_path: Path) -> None
 
 @pytest.mark.slow
 async def test_vectors(model: Path, folders: list[Path]) -> None:
-    """Each adapter has its own, which cached prefixes do not change."""
     async with serving(model, runner="pooling", lora_modules=[f"a{index}={folders[index]}" for index in (0, 1)]) as api:
         found = [
             (await api.post("/v1/embeddings", {"model": name, "input": "a tale of " * 9}))["data"][0]["embedding"]
@@ -209,7 +210,9 @@ async def test_vectors(model: Path, folders: list[Path]) -> None:
 
 @pytest.mark.slow
 async def test_loads_are_explained(model: Path, folders: list[Path]) -> None:
-    """Before which step an adapter was put into its slot, and that one that was there was not put again."""
+    """The explanation names the step before which the adapter was put into its slot. An adapter that is there is not
+    put again.
+    """
     async with serving(model, lora_modules=[f"a0={folders[0]}"]) as api:
         loads = []
         for name in ("one", "two"):
@@ -228,7 +231,7 @@ async def test_loads_are_explained(model: Path, folders: list[Path]) -> None:
 
 @pytest.mark.slow
 async def test_kept_for_the_next_start(model: Path, folders: list[Path], tmp_path: Path) -> None:
-    """With --data-dir: the names that were loaded at run time, with the content that they had then."""
+    """Adapters that were loaded at run time come back with the content that they had then."""
     kept = {"data_dir": str(tmp_path / "data")}
     own = save_adapter(tmp_path / "own", AutoModelForCausalLM.from_pretrained(model), 4, seed=9)
     async with serving(model, lora_modules=[f"fixed={folders[0]}"], **kept) as api:
@@ -242,5 +245,5 @@ async def test_kept_for_the_next_start(model: Path, folders: list[Path], tmp_pat
     async with serving(model, **kept) as api:
         assert [card["id"] for card in (await api.http.get("/v1/models")).json()["data"]] == ["tiny", "mine"]
         assert (await api.post(COMPLETIONS, asked("mine")))["choices"] == before
-    async with serving(model, max_lora_rank=2, **kept) as api:  # it fits no more, and is left out
+    async with serving(model, max_lora_rank=2, **kept) as api:  # it no longer fits, and is left out
         assert [card["id"] for card in (await api.http.get("/v1/models")).json()["data"]] == ["tiny"]

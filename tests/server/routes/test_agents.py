@@ -1,6 +1,6 @@
-"""What coding agents sent, turn by turn, when they edited two files: the shapes of their real requests.
+"""Requests that coding agents sent, turn by turn, when they edited two files: the shapes of real requests.
 
-tests/clients/test_agents.py runs the agents themselves and writes these records.
+tests/clients/test_agents.py runs the agents and writes these records.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def record(agent: str) -> Any:
 
 
 def body(found: Any, request: Any) -> dict[str, Any]:
-    """A request's body: what all have in common, with what is its own."""
+    """Return a request's body: the fields common to the record, and the request's own."""
     common = {name: value for name, value in found["common"].items() if name not in request["leaves_out"]}
     return {**common, **request["body"]}
 
 
 def of_message(text: str) -> tuple[list[Call], int, int]:
-    """The calls in a stream of /v1/messages, the prompt's tokens, and how many of them were cached."""
+    """Return the calls in a stream of /v1/messages, the number of prompt tokens, and how many of them were cached."""
     message = anthropic.folded(anthropic.named_events(text))
     calls = [(block["name"], block["input"]) for block in message["content"] if block["type"] == "tool_use"]
     hits = message["usage"]["cache_read_input_tokens"]
@@ -42,7 +42,7 @@ def of_message(text: str) -> tuple[list[Call], int, int]:
 
 
 def of_response(text: str) -> tuple[list[Call], int, int]:
-    """The same of /v1/responses."""
+    """The same for /v1/responses."""
     response = openai_responses.folded(openai_responses.events_of(text))
     calls: list[Call] = []
     for item in response["output"]:
@@ -55,7 +55,7 @@ def of_response(text: str) -> tuple[list[Call], int, int]:
 
 
 def of_chat(text: str) -> tuple[list[Call], int, int]:
-    """The same of /v1/chat/completions."""
+    """The same for /v1/chat/completions."""
     *chunks, done = parse_events(text)
     assert done == "[DONE]"
     names: dict[int, str] = {}
@@ -78,14 +78,15 @@ READERS: dict[str, Callable[[str], tuple[list[Call], int, int]]] = {
 
 
 def scripted_calls(text: str) -> list[Call]:
-    """What the script's text calls."""
+    """Return the calls in the script's text."""
     parts = [part.partition("</tool_call>")[0] for part in text.split("<tool_call>")[1:]]
     return [(call["name"], call["arguments"]) for call in map(json.loads, parts)]
 
 
 async def play(api: Api, found: Any) -> list[tuple[list[Call], float]]:
-    """Send every request of a record, each of which must be accepted. Of each turn: what the answer called, and the
-    share of its prompt that was cached. Requests without tools ask for a title of the conversation."""
+    """Send every request of a record; each must be accepted. Return the calls of each turn's answer, and the share of
+    its prompt that was cached. Requests without tools ask for a title of the conversation, and are no turns.
+    """
     turns = []
     for request in found["requests"]:
         sent = body(found, request)
@@ -115,7 +116,9 @@ async def test_every_turn_is_accepted_and_found_in_the_cache(agent: str) -> None
 
 
 async def share_found_again(agent: str, source: str) -> float:
-    """The share of the second turn's prompt that the first one's begins with, as a template writes both."""
+    """Return the share of the second turn's prompt that the first turn's prompt begins with, as a template renders
+    both.
+    """
     found = record(agent)
     requests = [{**body(found, each), "model": NAME} for each in found["requests"]]
     async with open_api(ScriptedEngine(["x"]), chat_template=source) as api:
@@ -132,7 +135,7 @@ async def share_found_again(agent: str, source: str) -> float:
 @pytest.mark.parametrize("template", ["Qwen3.5-4B", "unsloth-mistral-Devstral-Small-2507"])
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_real_templates_take_the_turns_too(agent: str, template: str) -> None:
-    """Claude Code writes a system's message behind the user's, which Qwen's template refuses."""
+    """Claude Code sends a system message after the user's, which Qwen's template rejects."""
     source = (shared("templates") / f"{template}.jinja").read_text(encoding="utf-8")
     assert await share_found_again(agent, source) >= 0.9
 
@@ -151,11 +154,12 @@ async def test_claude_code_keeps_its_prefix_however_calls_are_written(template: 
 
 
 async def test_what_is_no_content_of_a_request_changes_no_token_and_a_date_is_content() -> None:
-    """Marks of the cache, the billing line and who asks change from request to request, and mean nothing to the model.
-    A date does: it stays where the caller put it, and all before it is found again."""
+    """Cache marks, the billing line and the user's id change from request to request, and mean nothing to the model. A
+    date does: it stays where the caller put it, and all text before it is found in the cache.
+    """
 
     def asked(day: int, mark: int, *texts: str) -> dict[str, Any]:
-        """The cache's mark is on one text of the user's; the date stands in the system's last."""
+        """The cache mark is on one of the user's texts; the date is in the last system text."""
         billing = f"x-anthropic-billing-header: cc_version=2.1.{day}.{mark}a; cc_entrypoint=cli; cch={mark}f3;"
         told = [billing, "You are careful. " * 50, f"Today's date: 2026-11-{day}."]
         marks = [{"cache_control": {"type": "ephemeral"}} if at == mark else {} for at in range(len(texts))]

@@ -1,4 +1,4 @@
-"""What users of agents reported of answers, through every API that has calls: streamed and whole."""
+"""Answers that users of agents reported, through every API with tool calls, streamed and whole."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def said(text: str) -> list[dict[str, Any]]:
 
 
 def message_of(parts: list[dict[str, Any]]) -> tuple[str, str, Calls]:
-    """Reasoning, text and calls of Anthropic's blocks."""
+    """Return reasoning, text and calls of Anthropic's content blocks."""
     texts = {kind: "".join(part[kind] for part in parts if part["type"] == kind) for kind in ("thinking", "text")}
     calls = [(part["name"], part["input"]) for part in parts if part["type"] == "tool_use"]
     return texts["thinking"], texts["text"], calls

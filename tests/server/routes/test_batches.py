@@ -1,4 +1,4 @@
-"""Files and batches, by the OpenAI SDK; what is refused; what a restart in the middle leaves."""
+"""Files and batches through the OpenAI SDK: what they return, what is rejected, and what remains after a restart."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def at_its_end(api: Api, id: str) -> Batch:
 
 
 async def lines_of(api: Api, file_id: str | None) -> dict[str, Any]:
-    """By custom_id, each of which must come once."""
+    """Return the lines by custom_id; each id must occur once."""
     if file_id is None:
         return {}
     content = await api.openai.files.content(file_id)

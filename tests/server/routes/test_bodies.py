@@ -1,4 +1,4 @@
-"""A body is read the same way wherever that is done: on the event loop, in a worker, in one piece or in many."""
+"""A body is parsed the same way on the event loop and in a worker, in one piece or in many."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def api() -> AsyncIterator[Api]:
 
 
 async def sent(api: Api, path: str, body: dict[str, Any], padding: int) -> tuple[Any, list[Any]]:
-    """The answer without what changes from call to call, and the engine's requests."""
+    """Return the response without the fields that change from call to call, and the engine's requests."""
     before = len(api.engine.seen)
     response = await api.http.post(path, content=json.dumps(body).encode() + b" " * padding, headers=JSON)
     answer = response.json()

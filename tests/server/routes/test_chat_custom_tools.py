@@ -1,4 +1,4 @@
-"""Custom tools in /v1/chat/completions: calls whose input is a text, against the OpenAI SDK's types."""
+"""Custom tools in /v1/chat/completions: calls whose input is text, against the OpenAI SDK's types."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def held_to(definition: str, syntax: str = "regex") -> dict[str, Any]:
 
 
 def folded(events: list[Any]) -> list[Any]:
-    """The calls of the first choice of a stream."""
+    """Return the calls of a stream's first choice."""
     calls: list[Any] = []
     for event in events:
         for delta in event["choices"][0]["delta"].get("tool_calls", []):

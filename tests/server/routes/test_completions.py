@@ -1,4 +1,4 @@
-"""POST /v1/completions, whole and streamed, by the OpenAI SDK and by hand."""
+"""POST /v1/completions, whole and streamed, with the OpenAI SDK and with plain HTTP."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LOGITS = {ord("A"): 2.0, ord("B"): 1.0, ord("C"): -1.0}
 
 
 class Weighing(FakeEngine):
-    """Gives the tokens A, B and C fixed log probabilities, and others less."""
+    """Gives the tokens A, B and C fixed log probabilities, and all others a lower one."""
 
     def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
         listed = request.params.logprob_token_ids or ()

@@ -1,5 +1,6 @@
-"""What the operator says once for all requests: variables of the chat template, how it gets texts, the most tokens of
-an answer, a proxy's prefix."""
+"""Flags that apply to all requests: variables of the chat template, the form of its contents, the most tokens of an
+answer, a proxy's path prefix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Echoed prompts: what is shown of them, and the offsets of their tokens, for every kind of prompt."""
+"""Echoed prompts: their text, and the offsets of their tokens, for every kind of prompt."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def check(body: dict[str, Any], stream: bool) -> None:
         for index, (token, start, end) in enumerate(zip(logprobs["tokens"], offsets, ends, strict=True)):
             if "\\x" in token or (index >= len(ids) and token in hidden):
                 continue
-            # Bytes that are no character show as U+FFFD before the next one; a stop string may cut the last one.
+            # Bytes that form no character appear as U+FFFD before the next token; a stop string may cut the last token.
             part = text[start:end].lstrip("\ufffd")
             assert part == token or (index + 1 == len(offsets) and token.startswith(part))
         for count in range(1, len(ids)):

@@ -1,4 +1,4 @@
-"""A full disk: what would have to be kept is refused or said to have failed, and everything else is answered."""
+"""A full disk: requests that must be stored are rejected or fail, and all others are answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Callers who ask for what is kept with nonsense: they are told what is wrong, and it costs nobody else anything."""
+"""Callers who send nonsense about stored batches, files and streams: errors say what is wrong, and other callers lose
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ WRONG_BODIES: tuple[Any, ...] = (
 
 @pytest.mark.slow
 async def test_lines_of_all_kinds_that_are_wrong(tmp_path: Path) -> None:
-    """Each alone fails its batch with a line's number; a body that is wrong costs its own line alone."""
+    """Each malformed line fails its batch, with the line's number. A malformed body fails only its own line."""
     async with keeping(tmp_path) as api:
         batch = await at_its_end(api, (await begin(api, jsonl(GOOD, *WRONG_LINES))).id)
         assert batch.status == "failed"
@@ -94,7 +96,7 @@ async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkey
         batch = await api.openai.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         async with api.http.stream("GET", f"/v1/files/{file.id}/content") as reading:
             set_clock(monkeypatch, time=lambda: time.time() + 4000)
-            await api.runtime.loop_work_pacer.run_in_thread(int)  # whoever sweeps has seen the clock
+            await api.runtime.loop_work_pacer.run_in_thread(int)  # the sweeper has seen the clock
             assert await reading.aread()
         with pytest.raises(openai.NotFoundError):
             await api.openai.files.retrieve(file.id)
@@ -183,7 +185,7 @@ async def test_a_stream_whose_time_ends_under_its_reader(tmp_path: Path) -> None
 
 
 async def test_the_server_says_that_its_folder_takes_no_writes(tmp_path: Path) -> None:
-    """Also to whoever asks only for its health, until it takes them again."""
+    """GET /health reports it too, until writes succeed again."""
     async with keeping(tmp_path) as api:
         assert not (await api.http.get("/health")).content
         file = tmp_path / "responses.sqlite3"

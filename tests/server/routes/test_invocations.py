@@ -1,4 +1,4 @@
-"""POST /invocations, and ids of answers that callers choose."""
+"""POST /invocations, and answer ids that callers choose."""
 
 from __future__ import annotations
 

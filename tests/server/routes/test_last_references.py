@@ -1,5 +1,6 @@
-"""What a call holds of its body is gone when the call is: no circle of references keeps it until a collection, which
-comes seldom here."""
+"""What a call holds of its body is freed when the call ends: no reference cycle keeps it until a garbage collection,
+which is rare here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens on scripted answers; tests/clients has Anthropic's own SDK."""
+"""POST /v1/messages and /v1/messages/count_tokens on scripted answers; tests/clients runs Anthropic's own SDK."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def stream(api: Api, body: dict[str, Any]) -> list[Any]:
 
 
 async def refused(api: Api, body: Any, status: int = 400, path: str = PATH) -> str:
-    """The message of an error, after its form was checked."""
+    """Return the message of an error, after a check of the error's form."""
     error = await api.post(path, body, status)
     assert error.keys() == {"type", "error"}
     assert error["type"] == "error"
@@ -203,7 +203,7 @@ async def test_an_assistants_last_message_is_continued() -> None:
 
 
 async def test_what_coding_agents_change_with_every_request_leaves_the_prefix_alone() -> None:
-    """As Claude Code does: a billing line, and marks of the cache that move to the newest blocks."""
+    """Claude Code sends a billing line, and cache marks that move to the newest blocks."""
 
     def request(number: int, turns: list[Any]) -> dict[str, Any]:
         line = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number:05x};"

@@ -1,4 +1,4 @@
-"""Ollama's API on scripted answers: what its clients send, and what they read."""
+"""Ollama's API on scripted answers: requests that its clients send, and responses that they read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def lines(api: Api, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def folded(streamed: list[Any]) -> dict[str, Any]:
-    """What a client makes of a stream: the last line, with all text, thinking and calls before it."""
+    """Assemble a stream as a client does: the last line, with all text, thinking and calls before it."""
     whole: dict[str, Any] = dict(streamed[-1])
     assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]
     key = "message" if "message" in whole else "response"
@@ -45,7 +45,7 @@ def folded(streamed: list[Any]) -> dict[str, Any]:
 
 
 def plain(answer: dict[str, Any]) -> dict[str, Any]:
-    """Without what each answer has of its own."""
+    """Return the answer without the fields that differ from answer to answer."""
     for call in (answer.get("message") or answer).get("tool_calls", []) if "message" in answer else []:
         del call["id"]
     return {name: value for name, value in answer.items() if name not in (*TIMES, "created_at")}

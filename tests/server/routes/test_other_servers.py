@@ -1,4 +1,4 @@
-"""What programs written for other servers ask for: llama.cpp's, SGLang's and vLLM's own words."""
+"""Routes and request fields of llama.cpp, SGLang and vLLM, for programs that were written for these servers."""
 
 from __future__ import annotations
 

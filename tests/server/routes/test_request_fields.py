@@ -1,4 +1,6 @@
-"""Fields of a request that are neither sampling's usual ones nor a feature of their own, streamed and whole."""
+"""Request fields that are neither common sampling parameters nor features with test files of their own, streamed and
+whole.
+"""
 
 from __future__ import annotations
 
@@ -226,7 +228,7 @@ async def test_prompt_logprobs() -> None:
         answer = await api.post(COMPLETIONS, {"prompt": "ab", "prompt_logprobs": 2, "n": 2})
         assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [expected] * 2
         assert answer["choices"][0]["logprobs"] is None
-        # Beside echo's own: each has as many as it asked for.
+        # Next to echo's logprobs: each list has the requested length.
         body = {"prompt": "ab", "prompt_logprobs": 2, "echo": True, "logprobs": 1}
         choice = (await api.post(COMPLETIONS, body))["choices"][0]
         assert choice["prompt_logprobs"] == expected
@@ -254,7 +256,7 @@ async def test_usage_in_every_chunk(path: str, prompt: dict[str, Any]) -> None:
 
 
 async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake's tokens are as likely as their ids are high, so that the ranking can be computed from the texts."""
+    """The fake's tokens are as likely as their ids are high, so the ranking can be computed from the texts."""
     monkeypatch.setattr("tests.server.fake.logprob", lambda token, *_: TokenLogprob(token, -1.0 / token, 1, []))
     engine = FakeEngine(hashed([*b"abcdefgh", EOS]), eos=[EOS])
     async with open_api(engine) as api:
@@ -279,7 +281,7 @@ async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.M
 
 
 def test_a_repetition_is_as_vllm_has_it() -> None:
-    """The expectation slices the end into patterns and compares them whole."""
+    """The expected value slices the end into patterns and compares them whole."""
     generator = random.Random(1)
     for _ in range(3000):
         ids = [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
@@ -367,7 +369,7 @@ def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("n", [1, 128])
 async def test_what_every_answer_carries_is_bounded_in_all(api: Api, n: int) -> None:
-    """Each of them has a copy on its way to the engine."""
+    """Each choice sends its own copy to the engine."""
     lists = {
         "allowed_token_ids": {"allowed_token_ids": [5] * 10_000},
         "bad_words": {"bad_words": [f"{i:04}" + "x" * 100 for i in range(100)]},

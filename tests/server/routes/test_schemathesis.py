@@ -1,4 +1,6 @@
-"""Requests that the OpenAPI description allows, and ones that it does not: no 5xx, every 4xx in its API's shape."""
+"""Requests that the OpenAPI description allows, and requests that it forbids: no 5xx, every 4xx in its API's error
+format.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,21 @@ pytestmark = pytest.mark.slow
 
 ENGINE_TOKENS = b"abc "
 EXAMPLES = int(os.environ.get("QUIRE_SCHEMATHESIS_EXAMPLES", "10"))
-"""Per kind; a long run asks for more."""
+"""Per operation and mode; a long run sets more."""
 
 
 RECORDS = "/v1/engine/trace"
-"""Answers after as many seconds as it is asked for."""
+"""Responds only after the number of seconds in the request."""
 
 
 GROUP = "/init_weights_group"
-"""Waits for the others of a group, in a process of its own: for as many seconds as it is asked to."""
+"""Waits for the other ranks of a group, in a process of its own, for the number of seconds in the request."""
 
 
 def operations() -> list[Any]:
-    """Every method of every route but those that wait and streams without end; those without a body are described by
-    their path alone."""
+    """Return every method of every route, except routes that wait and streams without end. Operations without a body
+    are described by their path alone.
+    """
     description = make_app(FakeEngine(hashed(ENGINE_TOKENS))).openapi()
     found = [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
     waits = (RECORDS, GROUP)
@@ -44,7 +47,9 @@ def operations() -> list[Any]:
 
 
 def kinds() -> list[Any]:
-    """Each operation with requests as described, and those with a body with requests that are not."""
+    """Return each operation with requests that the description allows, and those with a body also with requests that it
+    forbids.
+    """
     return [
         pytest.param(operation, mode, id=f"{operation.label} {mode.value}")
         for operation in operations()
@@ -82,7 +87,7 @@ async def test_vectors_of_a_real_model_too(
 
 
 def sent(case: Any) -> dict[str, Any]:
-    """The request that a case stands for."""
+    """Return the HTTP request of a generated case."""
     given = case.as_transport_kwargs(base_url="http://quire")
     kept = {name: given[name] for name in ("method", "url", "params", "headers", "json") if name in given}
     if isinstance(given.get("data"), bytes):
@@ -93,7 +98,7 @@ def sent(case: Any) -> dict[str, Any]:
 def check(response: httpx.Response, path: str) -> None:
     if response.status_code >= 400:
         check_error(response.json(), path)
-        in_time = "timeout" not in response.text  # 503 and 504, by the request's own wish
+        in_time = "timeout" not in response.text  # 503 and 504, which the request's own timeout causes
         assert response.status_code < 500 or not in_time, response.text
     elif response.headers.get("content-type", "").startswith("application/json"):
         assert response.json() is not None

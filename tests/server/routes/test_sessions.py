@@ -1,5 +1,6 @@
-"""What of each API's bodies says that a conversation is kept, and the hint that it goes on: on a fake engine here, on
-real ones in tests/e2e/test_sessions.py."""
+"""Fields of each API's body that keep a conversation's blocks, and the request that warms a session: on a fake engine
+here, on real ones in tests/e2e/test_sessions.py.
+"""
 
 from __future__ import annotations
 

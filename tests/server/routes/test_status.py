@@ -1,4 +1,4 @@
-"""Models, tokenize, health, version, metrics; and what importing the server costs."""
+"""The endpoints for models, tokenize, health, version and metrics, and default model names."""
 
 from __future__ import annotations
 

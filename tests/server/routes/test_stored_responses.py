@@ -1,4 +1,4 @@
-"""Responses and conversations that are stored: chains, retrieval, background, tenants; against the OpenAI SDK."""
+"""Stored responses and conversations: chains, retrieval, background, tenants; against the OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ async def test_a_background_response_whose_engine_is_gone_goes_on_in_the_next_se
 
 
 async def test_a_background_response_goes_on_when_its_engine_is_back(tmp_path: Path) -> None:
-    """As after a model was unloaded, or after the server's main process was not heard of for a while."""
+    """As after a model was unloaded, or after the server's main process did not respond for a while."""
     async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
         begun = await api.openai.responses.create(model=NAME, input="Hi", background=True, max_output_tokens=40)
         await api.engine.sent.wait()
@@ -340,7 +340,7 @@ async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
 
 
 async def test_a_response_adds_so_many_items_to_its_conversation(tmp_path: Path) -> None:
-    """They are one transaction, which others wait for."""
+    """The items are written in one transaction, which other writers wait for."""
     said = [{"role": "user", "content": ""}] * 1000
     async with storing(tmp_path) as api:
         talk = await api.post("/v1/conversations", {})
@@ -374,7 +374,7 @@ async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the event loop's process does with a conversation depends on what is in it."""
+    """The event loop's process never parses stored items: here they are broken JSON."""
     async with storing(tmp_path, "Fine.") as api:
         talk = await api.post("/v1/conversations", {"items": [{"role": "user", "content": "Zero"}]})
         with sqlite3.Connection(tmp_path / DATABASE_FILE) as database:

@@ -1,4 +1,4 @@
-"""Streams go on where their reader was cut off, to the byte: at the same server or the next; and Idempotency-Key."""
+"""Streams resume where their reader was cut off, to the byte, on the same server or the next; and Idempotency-Key."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def asking(folder: Path, **options: Any) -> AsyncIterator[tuple[httpx.Asyn
 async def read(
     url: str, path: str, body: dict[str, Any] | None = None, events: int | None = None, **headers: str
 ) -> bytes:
-    """What a stream sends, or its first events: then the connection is closed."""
+    """Return what a stream sends, or its first events, after which the connection is closed."""
     got = b""
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         given = {"json": {"model": NAME, "stream": True, **body}} if body is not None else {}
@@ -82,8 +82,9 @@ def ids(events: bytes) -> list[str]:
 
 
 def by_choice(events: bytes) -> dict[bytes, list[bytes]]:
-    """The events of each choice, to the byte but for the moment at which a response was complete; where there is one
-    choice, with their ids."""
+    """Return the events of each choice, to the byte except for the time at which a response was completed. The events
+    of a single choice keep their ids.
+    """
     found: dict[bytes, list[bytes]] = {}
     for event in events.split(b"\n\n"):
         index = re.search(rb'"index":(\d)', event)
@@ -113,7 +114,7 @@ async def test_a_stream_goes_on_wherever_it_was_cut(name: str, tmp_path: Path) -
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["chat", "two", "tools", "logprobs", "response", "message", "receipt"])
 async def test_what_was_cut_goes_on_at_the_next_server(name: str, tmp_path: Path) -> None:
-    """Its reader leaves in the middle, and so does the server, twice; a POST with Last-Event-ID goes on."""
+    """The reader leaves in the middle, and so does the server, twice; a POST with Last-Event-ID resumes."""
     path, answer, body = CALLS[name]
     slow = {"step_seconds": 0.01, "burst": 1}
     async with keeping(tmp_path, answer, engine=slow) as (port, _):
@@ -258,7 +259,7 @@ async def test_a_request_that_is_refused_does_not_hold_its_key(tmp_path: Path) -
 async def test_an_answer_goes_on_where_something_else_computes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an upgrade: the tokens that it has stand, and the others are the new engine's."""
+    """As after an upgrade: the journal's tokens stay, and the others are the new engine's."""
     path, _, body = CALLS[name]
     async with keeping(tmp_path, engine={"step_seconds": 0.01, "burst": 1}, stream_grace=600) as (port, _):
         got = await read(port.url, path, body, events=12)
@@ -285,7 +286,7 @@ async def test_an_answer_goes_on_where_something_else_computes(
 
 
 def _texts(events: bytes) -> dict[bytes, bytes]:
-    """By choice."""
+    """Return the text of each choice."""
     found: dict[bytes, bytes] = {}
     for event in events.split(b"\n\n"):
         if text := re.search(rb'"(?:content|delta|text)":"([^"]*)"', event):

@@ -125,7 +125,7 @@ def test_confidences() -> None:
 
 @asynccontextmanager
 async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, EngineClient]]:
-    """The embedded model, in this process."""
+    """The embedded model, with its engine in this process."""
     config = ServerConfig(**{"threads": 1, "max_model_len": 1024, "num_kv_blocks": 400, **options})
     client = EngineClient(InProcessClient(config))
     app = create_app(
@@ -146,7 +146,9 @@ async def asked(http: httpx.AsyncClient, questions: dict[str, Any], state: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_probabilities_are_the_same_bits_at_any_load(dtype: str) -> None:
-    """Alone and without a cache; then at once, in another order, in chunks, with hits and without, beside others."""
+    """First alone and without a prefix cache; then at once, in another order, in chunks, with cache hits and without,
+    together with other requests.
+    """
     state = "Once upon a time there was a little fox who lived in the forest. " * 12
     animals = dict.fromkeys(("fox", "king", "bear", "owl"))
     questions = {

@@ -1,4 +1,4 @@
-"""GET /tokenizer_info: transformers makes of it the tokenizer that it makes of the model's own files."""
+"""GET /tokenizer_info: transformers builds the same tokenizer from it as from the model's own files."""
 
 from __future__ import annotations
 

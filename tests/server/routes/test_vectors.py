@@ -1,4 +1,4 @@
-"""The endpoints that answer with vectors, on real tiny models; numbers are transformers'."""
+"""Endpoints that return vectors and scores, on real tiny models, against transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 
 @asynccontextmanager
 async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Api]:
-    """The app on an engine in this process."""
+    """The app with an engine in this process."""
     config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
     client = EngineClient(InProcessClient(config))
     pooling, _ = read_pooling_and_tasks(path, read_model_config(path), config)
@@ -313,7 +313,7 @@ async def test_scores_of_an_embedding_model_are_cosines(encoder: Api, model: Pat
 
 @asynccontextmanager
 async def cross_encoder(path: Path, family: str = "bert", labels: int = 1) -> AsyncIterator[tuple[Api, Any]]:
-    """And what transformers makes of a pair: its logits."""
+    """Yield the app, and a function that returns transformers' logits of a pair."""
     save_tiny_encoder(path, family, labels=labels)
     model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
 
@@ -404,7 +404,7 @@ async def test_classify_gives_the_label_and_all_probabilities(tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
 async def test_each_token_has_a_vector_where_that_is_asked_for(tmp_path: Path, family: str) -> None:
-    """As transformers', whatever chunks a decoder's prompt is computed in, and whoever shares its steps."""
+    """The vectors equal transformers', however a decoder's prompt is chunked, and whatever shares its steps."""
     encoder = family == "bert"
     path = save_tiny_encoder(tmp_path, "bert") if encoder else save_tiny_model(tmp_path, family)
     tokenizer = (pair_tokenizer() if encoder else byte_level_tokenizer()).tokenizer
@@ -417,7 +417,7 @@ async def test_each_token_has_a_vector_where_that_is_asked_for(tmp_path: Path, f
         coded = (await api.post(EMBEDDINGS, {"input": TEXTS[1], "encoding_format": "base64"}))["data"][0]["embedding"]
         one = told["data"][1]["embedding"]
         assert base64.b64decode(coded) == np.array(one, np.float32).tobytes(), "the same bits alone and beside others"
-        if not encoder:  # which answers prompts too, none of them from vectors' caches
+        if not encoder:  # a decoder also generates, and never from the prefix cache of vectors
             assert (await api.post("/v1/completions", {"prompt": TEXTS[1], "max_tokens": 2}))["choices"]
         for route, body in (
             (SCORE, {"text_1": "a", "text_2": "b"}),

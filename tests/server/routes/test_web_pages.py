@@ -1,4 +1,4 @@
-"""The web page's files: served whole, from this server alone, and open to who has no key yet."""
+"""The web page's files: complete, from this server alone, and open to callers without a key."""
 
 from __future__ import annotations
 

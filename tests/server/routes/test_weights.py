@@ -1,4 +1,4 @@
-"""The routes for weights that change, on a fake engine; tests/engine/test_weights.py has what engines do."""
+"""Routes that change weights, on a fake engine; tests/engine/test_weights.py tests what engines do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/messages": HELLO | {"model": "second"},
     "/v1/responses": {"input": "hello"},
 }
-"""By path a body that is answered whole, or streamed."""
+"""By path, a body that is answered whole or streamed."""
 ROUTES = {
     **{"/sleep": {}, "/wake_up": {}, "/update_weights": {"path": "/"}},
     **{"/close_weights_group": {}},
@@ -29,7 +29,7 @@ ROUTES = {
 
 
 class Changeable(FakeEngine):
-    """Takes note of what it is told. `refusal` is raised by the next change."""
+    """Records the calls it gets. The next change raises `refusal`."""
 
     def __init__(self) -> None:
         super().__init__(scripted(b"abcde" * 20, EOS), eos=[EOS], step_seconds=0.002)

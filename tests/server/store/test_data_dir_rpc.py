@@ -1,4 +1,4 @@
-"""What is asked of the process that has --data-dir is what it does itself, and nothing else can be asked."""
+"""The remote data directory does what the local one does, and serves only the declared methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RESULT = b'{"response":{"body":{}}}'
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[tuple[DataDir, DataDir]]:
-    """The data, and what asks for it."""
+    """The data directory, and a remote one that calls it."""
     data = open_data_dir(tmp_path, 1 << 20)
     yield data, remote_data_dir(tmp_path, partial(serve_data_dir_call, data))
     data.close()
@@ -90,14 +90,14 @@ def test_batches_pass(both: tuple[DataDir, DataDir]) -> None:
 
 
 class _Replaced:
-    """Who has the data, replaced by another one while those who ask it go on."""
+    """A data directory whose owning process is replaced by another while remote callers go on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.data = open_data_dir(folder, 1 << 20)
         self.asked = remote_data_dir(folder, self._answer)
         self.before = b"nothing"
-        """The first method that the next one is asked for; once."""
+        """Replace the owner before it serves the first call of this method; once."""
 
     def _answer(self, asked: bytes) -> bytes:
         if self.before in asked:
@@ -111,7 +111,7 @@ class _Replaced:
 
 
 def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_path: Path) -> None:
-    """The next one deletes what nobody knows, and what a living process has just written is such."""
+    """A new owner deletes files that it does not know, such as one that a live process has just written."""
     shared = _Replaced(tmp_path)
     files, contents = shared.asked.files, shared.asked.contents
     file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
@@ -129,7 +129,7 @@ def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_p
 
 
 def _answered(batches: Batches) -> Batch:
-    """A batch of one line, which has its result."""
+    """Add a batch of one line that has its result."""
     batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9)
     assert batches.add(A, batch, 1)
     now = msgspec.structs.replace(batch, status="in_progress", total=1)
@@ -160,7 +160,7 @@ def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: 
 
 
 class _Late:
-    """A Link whose answer to the end of a batch does not come before this process ends."""
+    """A link whose response to Batches.end does not arrive before this process ends."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""Which calls the journal forgets, and when: none that has not ended."""
+"""When the journal deletes calls: never one that has not ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_response_that_has_not_ended_is_made_again_however_long_the_machine_wa
     data.calls.put("me", call("ended", "other key"), OVER, "a")
     data.store.put("me", response("going", unfinished=True))
     data.store.put("me", response("ended"))
-    data.close()  # as a power cut leaves it
+    data.close()  # the state after a power cut
     data = open_data_dir(tmp_path, BIG)
     data.calls.delete_expired_calls()
     assert data.processes.list_abandoned_responses() == [("me", "going")]

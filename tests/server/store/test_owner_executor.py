@@ -1,4 +1,4 @@
-"""Writes of the store in threads of their own, one of an owner's at a time."""
+"""Writes of the store run in threads, one at a time per owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored stays, is its owner's alone, and is bounded; what an earlier version wrote is still there."""
+"""Stored objects persist, are private to their owner and bounded in size; earlier database versions are migrated."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
 
 
 def test_nothing_is_taken_once_the_folder_is_gone(tmp_path: Path) -> None:
-    """SQLite would write on into a file that nobody finds any more."""
+    """SQLite would go on writing into a file that no path names any more."""
     folder = tmp_path / "da ta ü"
     database, store = opened(folder, BIG)
     store.put("a", response("1"))
@@ -218,7 +218,7 @@ create table kept (
     data text not null, primary key (owner, id));
 create index by_age on kept (owner, at);
 """
-"""What version 0 wrote."""
+"""The schema of version 0."""
 
 
 def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Responses are deleted some days after their creation, and nothing else is; what an earlier version stored has as much
-time from the first start of this one."""
+"""Retention deletes responses some days after their creation, and nothing else. Responses of an earlier version have
+the same time from the first start of this one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Clock:
         set_clock(monkeypatch, monotonic=lambda: self.now, time=lambda: self.now)
 
     def sweep(self, data: DataDir, days: float = 0.0) -> None:
-        """All that is due so many days later."""
+        """Delete all that is due `days` later."""
         self.now += days * SECONDS_PER_DAY + 61  # a minute lies between two passes
         while data.processes.delete_due_data():
             pass
@@ -128,7 +129,9 @@ def test_what_an_earlier_version_stored_has_its_days_from_the_first_start(
 
 
 def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
-    """The most that a statement takes while so many responses of an earlier version are due, and all are continued."""
+    """The most SQLite instructions of one statement while `count` responses of an earlier version are due, and a newer
+    response continues all of them.
+    """
     folder.mkdir()
     before = {str(number): str(number - 1) if number else None for number in range(count)}
     write_version_2(folder, before, at=BEGIN - 1000 * SECONDS_PER_DAY, items=0)
@@ -145,6 +148,6 @@ def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
 
 
 def test_what_was_created_at_the_same_time_is_not_visited_once_more(tmp_path: Path, clock: Clock) -> None:
-    """In an upgraded store each step passed over all that stays of an earlier version."""
+    """In an upgraded store each step visited every kept response of an earlier version again."""
     few, many = (instructions_of_a_pass(tmp_path / str(count), clock, count) for count in (200, 1200))
     assert many < 1.5 * few

@@ -1,4 +1,4 @@
-"""No statement that runs while the server answers does work that grows with what is stored."""
+"""No statement that runs while the server answers does work that grows with the size of the store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batch(id: str, status: Any = "validating") -> Batch:
 
 
 def fill(folder: Path, rows: int) -> None:
-    """What an owner has stored: so many rows of each kind, of which most are due to be deleted."""
+    """Store `rows` rows of each kind for one owner; most are due to be deleted."""
     open_data_dir(folder, BIG).close()
     connection = sqlite3.connect(folder / DATABASE_FILE, isolation_level=None)
     connection.execute("begin")
@@ -77,7 +77,7 @@ def fill(folder: Path, rows: int) -> None:
 
 
 def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[], object]]:
-    """Each method that other processes may ask for, in an order in which all of them have something to do."""
+    """Each method that other processes may call, in an order in which each has something to do."""
     store, files, batches, calls, processes = data.store, data.files, data.batches, data.calls, data.processes
     file = new_file("x", "batch", 2, keep_seconds=None)
     (folder / "files" / file.id).write_bytes(b"{}")
@@ -143,7 +143,7 @@ def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[
 
 
 def instructions(folder: Path, rows: int) -> dict[str, int]:
-    """By statement: the most that one execution took, in a full store with so many rows of each kind."""
+    """By statement: the most SQLite instructions of one execution, in a full store with `rows` rows of each kind."""
     folder.mkdir()
     fill(folder, rows)
     opened = open_data_dir(folder, BIG)
@@ -174,7 +174,7 @@ def test_no_statement_does_more_in_a_larger_store(tmp_path: Path) -> None:
 
 
 def test_a_statement_that_reads_or_sorts_a_whole_table_is_noticed(tmp_path: Path) -> None:
-    """In any test of the server."""
+    """All tests of the server use such connections."""
     open_data_dir(tmp_path, BIG).close()
     connection = Watched(tmp_path / DATABASE_FILE)
     for wrong in (

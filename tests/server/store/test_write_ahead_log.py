@@ -1,4 +1,4 @@
-"""The journal's tail: what a process that is killed had sent is in it, and nothing else."""
+"""The write-ahead log holds what a killed process had sent, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
     kept.log_step([number + 1, 0, 8, number, 2, 7, kept.log_call("me", "unknown"), 0, 1])
     kept.log_tokens(number, 0, 3, [9], STOP)
     kept.log_tokens(kept.log_call("me", "unknown"), 0, 0, [1], None)
-    database.close()  # as a kill leaves it: the tail is not closed
+    database.close()  # the state after a kill: the log is not closed
     database, journal = calls(tmp_path)
     found = journal.find("me", "one")
     assert found is not None
@@ -48,7 +48,7 @@ def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
 
 
 def test_halves_of_another_version_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an upgrade, where the version before had smaller ones."""
+    """An upgrade may read a log of a version with smaller halves."""
     monkeypatch.setattr(write_ahead_log, "HALF_BYTES", 4096)
     kept = WriteAheadLog(tmp_path, "a")
     number = kept.log_call("me", "one")
@@ -78,7 +78,7 @@ def test_single_tokens_of_another_version_are_read(tmp_path: Path) -> None:
 
 
 def test_a_kind_of_records_of_a_later_version_ends_what_is_read(tmp_path: Path) -> None:
-    """As after an upgrade that is taken back: the start must not end, and what follows is computed again."""
+    """After a downgrade: the start must not fail, and what follows is computed again."""
 
     class Later(write_ahead_log.TokensRecord, frozen=True, tag="later", array_like=True):
         pass
@@ -160,7 +160,7 @@ def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch:
     assert len(list(read_logged_tokens(path))) > 35
     for _ in range(200):
         torn = bytearray(content)
-        at = rng.randrange(36, len(torn))  # behind the boot's name
+        at = rng.randrange(36, len(torn))  # after the boot id
         torn[at : at + 8] = rng.randbytes(8)
         path.write_bytes(torn[: len(content)])
         assert {each.id for each in read_logged_tokens(path)} <= {"one"}

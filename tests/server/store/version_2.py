@@ -1,4 +1,4 @@
-"""A data folder as version 2 of its file's format had it, which was the last before objects were deleted in parts."""
+"""A data directory of schema version 2, the last before objects were deleted in parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pragma user_version = 2;
 
 
 def write_version_2(folder: Path, responses: Mapping[str, str | None], at: float, *, items: int = 1) -> None:
-    """The owner `a` has responses, by their ids with the ids of those that they continue."""
+    """Store responses of owner `a`; `responses` maps each id to the id of the response that it continues."""
     with closing(sqlite3.connect(folder / DATABASE_FILE)) as database:
         database.executescript(TABLES)
         for id, previous in responses.items():

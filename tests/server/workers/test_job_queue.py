@@ -1,4 +1,4 @@
-"""Turns at the workers: fair among tenants, small before large, never all slots for large ones, nobody forgotten."""
+"""The job queue is fair among tenants, prefers small jobs, never gives all slots to large ones, and starves no job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> WorkerSlotCla
 async def served(
     queue: JobQueue, clock: Clock, turns: list[WorkerSlotClaim], seconds: Callable[[WorkerSlotClaim], float]
 ) -> list[WorkerSlotClaim]:
-    """All turns in the order in which they were granted; each takes `seconds`."""
+    """Run all claims and return them in the order of their grants; each takes `seconds`."""
     for each in turns:
         queue.add_job(each)
     order: list[WorkerSlotClaim] = []
@@ -112,7 +112,7 @@ def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list
             each = WorkerSlotClaim(tenants[name], size, asyncio.get_running_loop().create_future())
             open_turns.append(each)
             queue.add_job(each)
-            if ends_one:  # running or not: callers leave while they wait, too
+            if ends_one:  # running or not: waiting callers leave too
                 queue.end_job(open_turns.pop(0))
             running = [each for each in open_turns if each.grant_future.done()]
             assert len(running) <= slots
@@ -132,7 +132,7 @@ def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list
 
 
 async def test_many_jobs_of_one_kind_do_not_hold_up_another(clock: Clock) -> None:
-    """Also where all callers are one tenant: a server without keys."""
+    """Also if all callers are one tenant, as on a server without keys."""
     queue, anybody = JobQueue(2), tenant("")
     grammars = [turn(anybody, clock) for _ in range(50)]
     for each in grammars:

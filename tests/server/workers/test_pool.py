@@ -1,4 +1,4 @@
-"""Workers: the same results as here, limits that end them, and nothing of one job that the next could notice."""
+"""Workers give the same results as this process, are ended by limits, and keep nothing of one job for the next."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def works_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def open_pool(source: ServedModelSpec = SOURCE, launch: LaunchProcess = FORKED) -> AsyncIterator[WorkerPool]:
-    """`launch`: by Child the process that forks is started as a server starts it, with all its imports."""
+    """`launch`: Child starts the fork server as a real server does, with all its imports."""
     pool = WorkerPool(source, launch_process=launch)
     try:
         yield pool
@@ -133,7 +133,7 @@ async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a socket's buffer is sent to it, which it does not read."""
+    """The test sends more than a socket buffer holds, which the stopped process does not read."""
     monkeypatch.setattr(pools, "STALL_SECONDS", 0.4)
     large = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
     async with open_pool(large, Child) as pool, asyncio.timeout(60):
@@ -146,7 +146,7 @@ async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch
 
 
 async def test_rust_code_ends_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a backtrace it would wait for itself."""
+    """With a backtrace it would deadlock."""
     monkeypatch.setenv("RUST_BACKTRACE", "1")
     async with open_pool(launch=Child) as pool, asyncio.timeout(60):
         given = b"[" + b",".join([b"[]"] * 1_000_000) + b"]"
@@ -207,7 +207,7 @@ async def test_the_process_that_forks_may_die_too() -> None:
         os.kill(pool._fork_server.pid, signal.SIGKILL)
         os.kill(first, signal.SIGKILL)
         await gone(first)
-        await asyncio.sleep(0.1)  # its socket's end is read
+        await asyncio.sleep(0.1)  # so that the end of its socket is read
         assert await isolated(pool, works.pid) != first
         assert pool._fork_server.returncode is None
 
@@ -224,7 +224,7 @@ async def test_the_process_that_forks_dies_while_it_is_asked() -> None:
 
 
 async def test_those_who_leave_ask_for_few_workers() -> None:
-    """The event loop would wait for ever where the socket to a process that is slow to fork is full."""
+    """The event loop would block forever on the full socket of a fork server that is slow to fork."""
     async with open_pool() as pool:
         await isolated(pool, works.pid)
         assert pool._fork_server is not None

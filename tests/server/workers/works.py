@@ -1,4 +1,4 @@
-"""Functions that workers run in tests. They are sent by name, so they stand in a module of their own."""
+"""Functions that workers run in tests. They are sent by name, so they are in a module that workers can import."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stopped(given: bytes, model: ServedModel, config: ServerConfig) -> None:
 
 
 def busy(given: bytes, model: ServedModel, config: ServerConfig) -> str:
-    """For so many seconds of processor time."""
+    """Use this many seconds of processor time."""
     end = time.process_time() + float(given)
     while time.process_time() < end:
         pass
@@ -60,5 +60,5 @@ def busy(given: bytes, model: ServedModel, config: ServerConfig) -> str:
 
 
 def nested(given: bytes, model: ServedModel, config: ServerConfig) -> int:
-    """JSON that takes much more memory than its bytes, read by Rust code."""
+    """Parse, in Rust code, JSON that takes much more memory than its bytes."""
     return len(TypeAdapter(list[Any]).validate_json(given))
