@@ -322,12 +322,12 @@ def _literal(node: ast.expr) -> str:
     return str(node.value).rstrip(".") if isinstance(node, ast.Constant) else ""
 
 
-def permitted(part: str, target: str) -> bool:
+def is_permitted(part: str, target: str) -> bool:
     allowed = ALLOWED[part]
     return part_of(target) in allowed or ("shared" in allowed and target in SHARED)
 
 
-def test_everything_is_imported_below_the_root() -> None:
+def test_imports_use_full_quire_module_names() -> None:
     wrong = [
         f"{found}: write quire.{found.module}"
         for path in python_files()
@@ -338,13 +338,13 @@ def test_everything_is_imported_below_the_root() -> None:
 
 
 @pytest.mark.parametrize("name", ["server", "engine.types"])
-def test_a_folder_is_no_package_of_its_own(name: str) -> None:
+def test_subpackage_import_without_quire_prefix_fails(name: str) -> None:
     """Otherwise a program that runs in quire/ would have each module and class twice."""
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", f"import {name}"], cwd=ROOT / "quire", capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 1
-    assert f"import it as quire.{name.partition('.')[0]}" in ran.stderr
+    assert completed.returncode == 1
+    assert f"import it as quire.{name.partition('.')[0]}" in completed.stderr
 
 
 def upward() -> Iterator[str]:
@@ -357,7 +357,7 @@ def upward() -> Iterator[str]:
             starts_it = (
                 part == "control" and target in ("engine_core", "engine_core_process", "worker_node") and found.lazy
             )  # engine/main.py does so
-            if target is not None and not permitted(part, found.module) and not starts_it:
+            if target is not None and not is_permitted(part, found.module) and not starts_it:
                 below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
                 yield f"{found}: {part} may import from {below} only"
     for house in ROOMS:
@@ -387,7 +387,7 @@ def test_imports_run_downward() -> None:
 
 
 @pytest.mark.parametrize("house", ROOMS)
-def test_every_room_has_a_place(house: str) -> None:
+def test_rooms_list_matches_packages_on_disk(house: str) -> None:
     """With a complete order there are no cycles among rooms. Imports under TYPE_CHECKING count, too."""
     places = [room_of(module_name(path)) for path in our_files()]
     rooms = {room for place in places if place is not None and place[0] == house for room in place[1:]}
@@ -395,7 +395,7 @@ def test_every_room_has_a_place(house: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycles() -> None:
     """Directly or indirectly, including imports inside functions and under TYPE_CHECKING."""
     above = {module_name(path): {found.module for found in imports(path)} - {module_name(path)} for path in our_files()}
     while free := {module for module, found in above.items() if not found & above.keys()}:
@@ -405,7 +405,7 @@ def test_no_modules_import_each_other() -> None:
     assert not circles, f"{circles}\n{advice}"
 
 
-def test_the_server_and_the_control_half_never_import_torch() -> None:
+def test_server_and_control_half_never_import_torch() -> None:
     wrong = [line for path in our_files() for line in _heavy_imports(path)]
     assert not wrong, "\n".join(wrong)
 
@@ -444,7 +444,7 @@ def _heavy_imports(path: Path) -> list[str]:
         ("quire.server.workers.worker", ("fastapi", "prometheus_client", "zmq", "uvloop", "PIL")),
     ],
 )
-def test_importing_is_light(module: str, others: tuple[str, ...]) -> None:
+def test_import_loads_no_heavy_modules(module: str, others: tuple[str, ...]) -> None:
     script = f"import sys, {module}; print(*sorted({HEAVY | {*others}!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -454,7 +454,7 @@ def test_importing_is_light(module: str, others: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class ClassOfOurs:
+class ProjectClass:
     name: str
     file: Path
     bases: tuple[tuple[str, Path | None], ...]
@@ -469,7 +469,7 @@ def is_private(name: str) -> bool:
 
 
 @cache
-def classes_of(path: Path) -> dict[str, ClassOfOurs]:
+def classes_of(path: Path) -> dict[str, ProjectClass]:
     tree = tree_of(path)
     origins = {}
     for node in ast.walk(tree):
@@ -479,34 +479,36 @@ def classes_of(path: Path) -> dict[str, ClassOfOurs]:
                 (each for each in (stem.with_suffix(".py"), stem / "__init__.py") if (ROOT / each).exists()), None
             )
             origins |= {alias.asname or alias.name: file for alias in node.names}
-    found = {}
+    classes = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             names = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
             bases = [base.id for base in names if isinstance(base, ast.Name)]
             defined = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-            written = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and of_self(each)}
+            written = {
+                each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and is_self_attribute(each)
+            }
             declared = {
                 each.target.id
                 for each in node.body
                 if isinstance(each, ast.AnnAssign)
                 if isinstance(each.target, ast.Name)
             }
-            found[node.name] = ClassOfOurs(
+            classes[node.name] = ProjectClass(
                 node.name,
                 path,
                 tuple((base, origins.get(base, path)) for base in bases),
                 frozenset(filter(is_private, defined | written | declared)),
                 frozenset(filter(is_private, defined)),
             )
-    return found
+    return classes
 
 
-def of_self(node: ast.Attribute) -> bool:
+def is_self_attribute(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
-def inherited(of: ClassOfOurs) -> Iterator[ClassOfOurs]:
+def inherited(of: ProjectClass) -> Iterator[ProjectClass]:
     """Direct and indirect base classes within the package."""
     for name, file in of.bases:
         if file is not None and (base := classes_of(file).get(name)) is not None and base is not of:
@@ -514,14 +516,19 @@ def inherited(of: ClassOfOurs) -> Iterator[ClassOfOurs]:
             yield from inherited(base)
 
 
-def test_nothing_private_is_used_in_another_file() -> None:
+def test_private_names_are_used_in_own_file_only() -> None:
     wrong = []
     for path in our_files():
         if path.parts[1] not in ("engine", "server"):
             continue
         own = {name for each in classes_of(path).values() for name in each.private}
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Attribute) and is_private(node.attr) and not of_self(node) and node.attr not in own:
+            if (
+                isinstance(node, ast.Attribute)
+                and is_private(node.attr)
+                and not is_self_attribute(node)
+                and node.attr not in own
+            ):
                 allowed = {node.attr, ast.unparse(node)} & OTHERS_PRIVATE.keys()
                 if not allowed and not ast.unparse(node).startswith("super()."):
                     wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")
@@ -542,7 +549,7 @@ def private_names_set(tree: ast.AST) -> Iterator[tuple[int, str]]:
     `monkeypatch.setattr`.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and not of_self(node):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and not is_self_attribute(node):
             names = [node.attr]
         elif isinstance(node, ast.Call) and _called(node) in SETTERS:
             texts = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
@@ -552,7 +559,7 @@ def private_names_set(tree: ast.AST) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if is_private(name))
 
 
-def test_no_test_sets_a_private_name() -> None:
+def test_tests_set_no_private_names() -> None:
     """Tests check what the code does, not how, so every private name may change without breaking them."""
     wrong = [
         f"{path}:{line} sets {name}"
@@ -581,14 +588,14 @@ def test_no_test_sets_a_private_name() -> None:
         "del self.made._x",
     ],
 )
-def test_a_private_name_that_is_set_is_found(line: str) -> None:
+def test_private_names_set_finds_each_way_of_setting(line: str) -> None:
     assert [name for _, name in private_names_set(ast.parse(line))] == ["_x"]
 
 
 @pytest.mark.parametrize(
     "line", ["self._x = 1", "monkeypatch.setattr(module, 'x', 1)", "made.__class__ = other", "assert made._x == 1"]
 )
-def test_what_is_ones_own_or_public_may_be_set(line: str) -> None:
+def test_private_names_set_ignores_own_and_public_names(line: str) -> None:
     assert not [*private_names_set(ast.parse(line))]
 
 
@@ -602,7 +609,7 @@ OF_THE_MACHINE = {
 """Functions that read the time or random numbers, and the module to use instead."""
 
 
-def test_the_time_and_chance_come_from_one_place_each() -> None:
+def test_clock_and_random_source_are_read_in_one_module_each() -> None:
     """A simulation of a whole server replaces both. Commands and device code are not part of one."""
     wrong = []
     for path in our_files():
@@ -625,30 +632,32 @@ def test_the_time_and_chance_come_from_one_place_each() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_file_outgrows_a_reader() -> None:
+def test_files_have_at_most_500_lines() -> None:
     suffixes = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
-    long = []
+    too_long = []
     for path in source_files():
         if path.suffix in suffixes and path.parts[0] != "tests":
             count = len((ROOT / path).read_text(encoding="utf-8").splitlines())
             if count > MAX_FILE_LINES:
-                long.append(f"{path}: {count} lines, at most {MAX_FILE_LINES}")
-    assert not long, "\n".join([*long, "Split it along a noun: one noun per file."])
+                too_long.append(f"{path}: {count} lines, at most {MAX_FILE_LINES}")
+    assert not too_long, "\n".join([*too_long, "Split it along a noun: one noun per file."])
 
 
-def test_no_function_outgrows_a_screen() -> None:
-    long = []
+def test_functions_have_at_most_90_lines() -> None:
+    too_long = []
     for path in python_files():
         if path.parts[0] != "tests":
             for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     count = (node.end_lineno or node.lineno) - node.lineno + 1
                     if count > MAX_FUNCTION_LINES:
-                        long.append(f"{path}:{node.lineno} {node.name}: {count} lines, at most {MAX_FUNCTION_LINES}")
-    assert not long, "\n".join([*long, "Name its steps and give each a function."])
+                        too_long.append(
+                            f"{path}:{node.lineno} {node.name}: {count} lines, at most {MAX_FUNCTION_LINES}"
+                        )
+    assert not too_long, "\n".join([*too_long, "Name its steps and give each a function."])
 
 
-def test_no_room_outgrows_a_glance() -> None:
+def test_folders_have_at_most_16_modules() -> None:
     modules = [path for path in source_files() if path.suffix in {".py", ".cpp", ".js"} and path.parts[0] != "tests"]
     counts = Counter(path.parent for path in modules if path.name != "__init__.py")
     full = [
@@ -674,7 +683,7 @@ def own_imports(path: Path) -> set[str]:
     return {found.module for found in imports(path) if part_of(found.module) is not None}
 
 
-def test_no_file_knows_too_many_others() -> None:
+def test_files_import_at_most_20_own_modules() -> None:
     counts = {str(path): len(own_imports(path)) for path in our_files()}
     wrong = [
         f"{path} imports {count} modules of ours, at most {MAX_IMPORTS}"
@@ -686,7 +695,7 @@ def test_no_file_knows_too_many_others() -> None:
     assert not fewer, f"{fewer} need not stand in KNOWS_MANY any more"
 
 
-def joined(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def joined_lines(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Lines that save lines: a starred literal inside another display, and an assignment of more than two values to as
     many targets. Triton kernels are exempt.
     """
@@ -708,16 +717,16 @@ def is_triton_kernel(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
 
 
-def test_no_line_is_saved_by_joining() -> None:
-    wrong = [f"{path}:{line} {what}" for path in our_files() for line, what in joined(tree_of(path))]
+def test_code_has_no_joined_lines() -> None:
+    wrong = [f"{path}:{line} {what}" for path in our_files() for line, what in joined_lines(tree_of(path))]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("line", ["x = (*('a', 'b'), 'c')", "a, b, c = 1, 2, 3"])
-def test_joining_is_found(line: str) -> None:
-    assert [*joined(ast.parse(line))]
+def test_joined_lines_are_found(line: str) -> None:
+    assert [*joined_lines(ast.parse(line))]
 
 
 @pytest.mark.parametrize("line", ["x = (*names, 'c')", "a, b = b, a", "a, b, c = triple", "a = 1, 2, 3"])
-def test_other_lines_are_no_joining(line: str) -> None:
-    assert not [*joined(ast.parse(line))]
+def test_plain_lines_are_not_reported_as_joined(line: str) -> None:
+    assert not [*joined_lines(ast.parse(line))]

@@ -42,29 +42,29 @@ def read_all(folder: str) -> None:
     EngineCore(EngineConfig(model=folder, num_kv_blocks=8, threads=1))
 
 
-def one_line(text: str, broken: Broken) -> None:
+def check_error_line(text: str, broken: Broken) -> None:
     assert "\n" not in text.strip(), text
     assert len(text) < 1000
     for word in broken.says:
         assert word in text, text
 
 
-def test_there_are_enough_and_none_twice() -> None:
+def test_broken_folders_are_over_200_with_unique_names() -> None:
     names = [broken.name for broken in ALL]
     assert len(set(names)) == len(names) > 200
 
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
-def test_each_is_one_error_that_names_file_and_field(broken: Broken, tmp_path: Path) -> None:
+def test_broken_folder_raises_one_line_error_naming_file_and_field(broken: Broken, tmp_path: Path) -> None:
     """Covers what the server reads and what the engine reads."""
     folder = str(broken.make(tmp_path / "model"))
     with pytest.raises(ConfigError) as caught:
         read_all(folder)
-    one_line(str(caught.value), broken)
+    check_error_line(str(caught.value), broken)
 
 
-def test_the_folder_they_are_made_from_can_be_served(tmp_path: Path) -> None:
+def test_unbroken_demo_folder_loads(tmp_path: Path) -> None:
     folder = str(copy_demo(tmp_path / "model"))
     read_all(folder)
 
@@ -74,37 +74,37 @@ def test_the_folder_they_are_made_from_can_be_served(tmp_path: Path) -> None:
     "broken",
     [pytest.param(each, marks=() if each.name in FEW else pytest.mark.slow, id=each.name) for each in TRIED],
 )
-def test_the_command_ends_with_that_line(broken: Broken, tmp_path: Path) -> None:
+def test_serve_exits_with_one_error_line_for_broken_folder(broken: Broken, tmp_path: Path) -> None:
     folder = str(broken.make(tmp_path / "model"))
     flags = ["--port", "0", "--num-kv-blocks", "64", "--threads", "1"]
     command = [sys.executable, "-m", "quire", "serve", folder, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("quire serve: ")
-    one_line(done.stderr, broken)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert (completed.returncode, completed.stdout) == (1, "")
+    assert completed.stderr.startswith("quire serve: ")
+    check_error_line(completed.stderr, broken)
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
 @pytest.mark.usefixtures("kept_rates")
-def test_plan_reads_it_or_says_in_one_line_why_not(
+def test_plan_succeeds_or_prints_one_error_line_for_broken_folder(
     broken: Broken, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`quire plan` reads less than a server and knows more families, so some of the folders are valid for it."""
     status = main(["plan", str(broken.make(tmp_path / "model"))])
-    said = capsys.readouterr().err
-    assert (status, said.count("\n")) in ((0, 0), (1, 1))
+    stderr = capsys.readouterr().err
+    assert (status, stderr.count("\n")) in ((0, 0), (1, 1))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
-def test_a_file_without_permission(tmp_path: Path) -> None:
+def test_config_without_read_permission_is_reported(tmp_path: Path) -> None:
     folder = copy_demo(tmp_path / "model")
     (folder / "config.json").chmod(0)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: Permission denied"):
         read_model(str(folder))
 
 
-def test_a_folder_of_the_hubs_cache_is_made_of_links_that_lead_outside(tmp_path: Path) -> None:
+def test_hub_snapshot_of_symlinks_loads(tmp_path: Path) -> None:
     copy_demo(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)

@@ -20,7 +20,7 @@ def cells(claim: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_scheduler_s_rows_are_the_program_s() -> None:
+def test_memory_rows_of_benchmarks_page_match_program() -> None:
     small, large, running = waste()
     share, reserved = (re.findall(r"[\d.]+", text)[0] for text in (small.measured, small.beside))
     assert cells("KV memory reserved but unused, blocks of 16")[0] == f"{share} %"
@@ -30,7 +30,7 @@ def test_the_scheduler_s_rows_are_the_program_s() -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_s_rows_are_the_program_s() -> None:
+def test_plan_rows_of_benchmarks_page_match_program() -> None:
     coder, tiny = plans()
     page, context = coder.measured.split("; ")
     assert cells("a block of 16 tokens of deepseek-coder-6.7b, per layer")[0] == page

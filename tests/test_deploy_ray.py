@@ -33,7 +33,7 @@ CALLS = "".join(
 )
 
 
-def said(text: str) -> Script:
+def script_of(text: str) -> Script:
     return scripted(list(text.encode()), END_OF_ANSWER)
 
 
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, Script, dict[str, Any]]] = {
         {"max_tokens": 6, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "ids": (CHAT, LETTERS, {"max_tokens": 6, "return_token_ids": True}),
-    "reasoning": (CHAT, said("<think>It rains.</think>Take a coat"), {}),
-    "calls": (CHAT, said(f"I look.\n{CALLS}"), {"tools": [WEATHER]}),
+    "reasoning": (CHAT, script_of("<think>It rains.</think>Take a coat"), {}),
+    "calls": (CHAT, script_of(f"I look.\n{CALLS}"), {"tools": [WEATHER]}),
     "text": (TEXT, LETTERS, {"prompt": "Hello", "max_tokens": 8, "logprobs": 1, "n": 2}),
 }
 
@@ -58,10 +58,10 @@ async def stream(name: str, burst: int) -> list[bytes]:
     path, script, body = CASES[name]
     engine = FakeEngine(script, eos=[END_OF_ANSWER], burst=burst)
     async with open_api(engine, tool_call_parser="hermes", reasoning_parser="think") as api:
-        asked = {"messages": HELLO, "seed": 7, "stream": True} | body
+        request_body = {"messages": HELLO, "seed": 7, "stream": True} | body
         if "prompt" in body:
-            del asked["messages"]
-        response = await api.http.post(path, json=asked)
+            del request_body["messages"]
+        response = await api.http.post(path, json=request_body)
         assert response.status_code == 200, response.text
         return [event + b"\n\n" for event in response.content.split(b"\n\n") if event]
 
@@ -71,13 +71,15 @@ def chunks(events: list[bytes]) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix(b"data: ")) for event in events[:-1] if not event.startswith(b":")]
 
 
-def folded(name: str, events: list[bytes]) -> Any:
+def fold_stream(name: str, events: list[bytes]) -> Any:
     """A stream as a client joins it, for chats with OpenAI's own code, without fields that differ each time."""
-    found = chunks(events)
-    assert {(chunk["id"], chunk["created"]) for chunk in found} == {(found[0]["id"], found[0]["created"])}
+    chunk_list = chunks(events)
+    assert {(chunk["id"], chunk["created"]) for chunk in chunk_list} == {
+        (chunk_list[0]["id"], chunk_list[0]["created"])
+    }
     if CASES[name][0] == CHAT:
         state = ChatCompletionStreamState()
-        for chunk in found:
+        for chunk in chunk_list:
             state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
         whole = state.current_completion_snapshot.model_dump(exclude={"id", "created"})
         for choice in whole["choices"]:
@@ -87,7 +89,7 @@ def folded(name: str, events: list[bytes]) -> Any:
     else:
         whole = {"usage": None}
     joined: dict[int, list[Any]] = {}
-    for choice in (choice for chunk in found for choice in chunk["choices"]):
+    for choice in (choice for chunk in chunk_list for choice in chunk["choices"]):
         texts = joined.setdefault(choice["index"], ["", [], [], []])
         logprobs = choice["logprobs"] or {}
         texts[0] += choice.get("text", "") + choice.get("delta", {}).get("reasoning", "")
@@ -99,35 +101,35 @@ def folded(name: str, events: list[bytes]) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_stream_is_continued_wherever_it_was_cut_off(name: str) -> None:
+async def test_resumable_stream_continues_from_any_cut(name: str) -> None:
     first, second = await stream(name, burst=1), await stream(name, burst=3)
     assert len(second) < len(first), "the runs should be cut into events in different ways"
-    expected = folded(name, first)
+    expected = fold_stream(name, first)
     for one, other in ((first, second), (second, first)):
         for cut in range(len(one)):
             continued = ResumableStream()
-            got = [continued.next(event) for event in one[:cut]]
-            assert got == one[:cut]
+            actual = [continued.next(event) for event in one[:cut]]
+            assert actual == one[:cut]
             assert not continued.ended
             continued.restart()
-            got += events_of(continued.next(b"".join(part)) for part in parts(other, cut))
+            actual += events_of(continued.next(b"".join(part)) for part in parts(other, cut))
             assert continued.ended
-            assert folded(name, got) == expected
+            assert fold_stream(name, actual) == expected
 
 
-async def test_a_stream_is_continued_twice() -> None:
+async def test_resumable_stream_continues_twice() -> None:
     first, second = await stream("calls", burst=1), await stream("calls", burst=3)
     middle = len(second) // 2
     continued = ResumableStream()
-    got = [continued.next(event) for event in first[:3]]
+    actual = [continued.next(event) for event in first[:3]]
     continued.restart()
-    got += events_of(continued.next(event) for event in second[:middle])
+    actual += events_of(continued.next(event) for event in second[:middle])
     continued.restart()
-    got += events_of(continued.next(event) for event in first)
-    assert folded("calls", got) == folded("calls", first)
+    actual += events_of(continued.next(event) for event in first)
+    assert fold_stream("calls", actual) == fold_stream("calls", first)
 
 
-async def test_other_text_is_not_taken_for_the_rest() -> None:
+async def test_resumable_stream_raises_when_continuation_differs() -> None:
     continued = ResumableStream()
     continued.next(b"".join((await stream("chat", burst=1))[:6]))
     continued.restart()
@@ -154,23 +156,25 @@ def call(body: Any, path: str = CHAT, headers: list[tuple[bytes, bytes]] | None 
     return make_call(scope, headers or [], body if isinstance(body, bytes) else msgspec.json.encode(body))
 
 
-def test_only_streams_that_can_be_continued_get_a_seed() -> None:
-    asked = {"messages": HELLO, "stream": True}
-    made = call(asked, headers=[(b"content-length", b"3"), (b"transfer-encoding", b"chunked"), (b"x-one", b"1")])
-    sent = json.loads(made.body)
-    assert made.resumable
-    assert {name: value for name, value in sent.items() if name != "seed"} == asked
+def test_make_call_adds_seed_to_resumable_streams_only() -> None:
+    request_body = {"messages": HELLO, "stream": True}
+    resumable_call = call(
+        request_body, headers=[(b"content-length", b"3"), (b"transfer-encoding", b"chunked"), (b"x-one", b"1")]
+    )
+    sent = json.loads(resumable_call.body)
+    assert resumable_call.resumable
+    assert {name: value for name, value in sent.items() if name != "seed"} == request_body
     assert sent["seed"] >= 0
-    assert made.headers == [(b"x-one", b"1"), (b"content-length", b"%d" % len(made.body))]
-    assert call(asked).body != call(asked).body, "else all streams would be alike"
-    for body in (asked | {"seed": 5}, {"messages": HELLO}, b"no JSON", b'{"stream": "yes"}', b"[]", b""):
-        made = call(body)
-        assert made.body == (body if isinstance(body, bytes) else msgspec.json.encode(body))
-        assert made.resumable == (isinstance(body, dict) and "seed" in body)
-    assert not call(asked, path="/v1/messages").resumable
+    assert resumable_call.headers == [(b"x-one", b"1"), (b"content-length", b"%d" % len(resumable_call.body))]
+    assert call(request_body).body != call(request_body).body, "else all streams would be alike"
+    for body in (request_body | {"seed": 5}, {"messages": HELLO}, b"no JSON", b'{"stream": "yes"}', b"[]", b""):
+        resumable_call = call(body)
+        assert resumable_call.body == (body if isinstance(body, bytes) else msgspec.json.encode(body))
+        assert resumable_call.resumable == (isinstance(body, dict) and "seed" in body)
+    assert not call(request_body, path="/v1/messages").resumable
 
 
-async def test_the_server_reads_the_seed_that_was_added() -> None:
+async def test_server_reads_added_seed() -> None:
     engine = FakeEngine(hashed(b"abc"))
     async with open_api(engine) as api:
         for body in (b'{"prompt": "Hello", "max_tokens": 1}', b'{"prompt": "Hello", "seed": null, "max_tokens": 1} \n'):
@@ -182,7 +186,7 @@ async def test_the_server_reads_the_seed_that_was_added() -> None:
     assert len({each.seed for each in engine.seen}) == 1
 
 
-def test_prompts_share_the_hashes_of_their_common_blocks() -> None:
+def test_call_prefix_shares_hashes_of_common_prompt_blocks() -> None:
     system = {"role": "system", "content": "You are a storyteller. " * 40}
     one, other = (call({"messages": [system, {"role": "user", "content": name * 300}]}).prefix for name in "ab")
     common = sum(x == y for x, y in zip(one, other, strict=True))
@@ -195,7 +199,7 @@ def test_prompts_share_the_hashes_of_their_common_blocks() -> None:
     assert call({"prompt": "x"}, path=TEXT).prefix == ()
 
 
-def test_the_longest_prefix_is_preferred_unless_its_replica_is_loaded() -> None:
+def test_longest_prefix_replica_is_preferred_unless_overloaded() -> None:
     sent: SentPrefixes[str] = SentPrefixes(max_imbalance=4, capacity=6)
     assert sent.preferred((1, 2, 3), {"a": 0, "b": 0}) == set()
     sent.note((1, 2), "a")
@@ -209,18 +213,20 @@ def test_the_longest_prefix_is_preferred_unless_its_replica_is_loaded() -> None:
     assert sent.preferred((1, 2), {"a": 0, "b": 0, "c": 0}) == {"a", "b", "c"}, "2 is forgotten, 1 is not"
 
 
-def test_the_configuration_names_what_is_there() -> None:
+def test_serve_yaml_names_existing_deployments_and_settings() -> None:
     config = yaml.safe_load((RAY / "serve.yaml").read_text(encoding="utf-8"))
     (application,) = config["applications"]
     module, _, function = application["import_path"].partition(":")
     tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    named = {
+    deployment_names = {
         node.value.value
         for node in ast.walk(tree)
         if isinstance(node, ast.keyword) and node.arg == "name" and isinstance(node.value, ast.Constant)
     }
-    assert {each["name"] for each in application["deployments"]} | {"Journal"} == named, "that one is of data_dir alone"
+    assert {each["name"] for each in application["deployments"]} | {"Journal"} == deployment_names, (
+        "that one is of data_dir alone"
+    )
     assert application["args"].keys() <= ServerConfig.model_fields.keys()
     assert config["http_options"]["host"] == "127.0.0.1", "open to this machine alone"
     assert "ray[serve]" in (RAY / "requirements.txt").read_text(encoding="utf-8")

@@ -68,39 +68,41 @@ class Cluster:
         await self.members.close()
 
 
-async def do(what: Any, *given: Any, **named: Any) -> Any:
+async def run_in_thread(what: Any, *given: Any, **named: Any) -> Any:
     return await asyncio.wait_for(asyncio.to_thread(what, *given, **named), 30)
 
 
 @pytest.mark.slow
-async def test_the_next_one_knows_what_replicas_answer_and_who_leads(tmp_path: Path) -> None:
+async def test_replaced_journal_learns_running_calls_and_leader(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
         one = await cluster.replica("one", ProcessStatus([(A, "s")], leads=True))
         two = await cluster.replica("two", ProcessStatus())
         tail = WriteAheadLog(tmp_path, "one")
-        assert (await do(one.processes.exchange_status, "one", {})).leads
-        assert not (await do(two.processes.exchange_status, "two", {})).leads
-        assert await do(one.calls.put, A, CALL, 9e9, "one")
+        assert (await run_in_thread(one.processes.exchange_status, "one", {})).leads
+        assert not (await run_in_thread(two.processes.exchange_status, "two", {})).leads
+        assert await run_in_thread(one.calls.put, A, CALL, 9e9, "one")
         tail.log_tokens(tail.log_call(A, "s"), 0, 0, [1, 2, 3], None)
         await cluster.members.close()
         cluster.replace()
-        assert await do(two.calls.answering_process, A, "s") == "one", "nobody is answered before all have joined"
-        assert not (await do(two.processes.exchange_status, "two", {})).leads
+        assert await run_in_thread(two.calls.answering_process, A, "s") == "one", (
+            "nobody is answered before all have joined"
+        )
+        assert not (await run_in_thread(two.processes.exchange_status, "two", {})).leads
         assert (tmp_path / "tail-one").exists(), "it goes on"
-        await do(
+        await run_in_thread(
             one.calls.update_progress, [ProgressUpdate(A, "s", CallProgress([[1, 2]], [], [None]), 9e9, False)], "one"
         )
         cluster.living.remove("one")
-        while await do(two.calls.answering_process, A, "s") is not None:  # noqa: ASYNC110
+        while await run_in_thread(two.calls.answering_process, A, "s") is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        assert (await do(two.calls.find, A, "s")).progress.ids == [[1, 2, 3]]
-        assert (await do(two.processes.exchange_status, "two", {})).leads
+        assert (await run_in_thread(two.calls.find, A, "s")).progress.ids == [[1, 2, 3]]
+        assert (await run_in_thread(two.processes.exchange_status, "two", {})).leads
     finally:
         await cluster.end()
 
 
-async def test_replicas_ask_one_another(tmp_path: Path) -> None:
+async def test_replicas_ask_peers_through_journal(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
         data = await cluster.replica("one", ProcessStatus())
@@ -122,19 +124,19 @@ async def test_replicas_ask_one_another(tmp_path: Path) -> None:
         await cluster.end()
 
 
-async def test_what_may_not_have_been_done_is_said_as_by_a_disk(tmp_path: Path) -> None:
+async def test_lost_journal_answer_raises_operational_error(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
         data = await cluster.replica("one", ProcessStatus())
         cluster.lost = 1
         with pytest.raises(sqlite3.OperationalError, match="ended"):
-            await do(data.calls.try_claim_call, A, "s", "one", 1)
-        assert not await do(data.calls.try_claim_call, A, "s", "one", 2), "the one before was made"
+            await run_in_thread(data.calls.try_claim_call, A, "s", "one", 1)
+        assert not await run_in_thread(data.calls.try_claim_call, A, "s", "one", 2), "the one before was made"
     finally:
         await cluster.end()
 
 
-async def test_a_replica_needs_the_same_folder(tmp_path: Path) -> None:
+async def test_replica_with_other_data_dir_is_rejected(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
         cluster.living.add("one")
@@ -144,17 +146,17 @@ async def test_a_replica_needs_the_same_folder(tmp_path: Path) -> None:
         await cluster.end()
 
 
-def test_a_kept_stream_goes_on_behind_its_last_event() -> None:
+def test_kept_stream_resumes_after_last_event() -> None:
     sent = Sent("POST", "/v1/messages", b"", [(b"authorization", b"k"), (b"content-length", b"2")], None, b"{}")
-    kept = KeptStream(sent)
-    assert kept.call is None
-    kept.begins(Head(200, [(b"content-type", b"text/event-stream"), (b"x-stream-id", b"msg_1")]))
-    rest = kept.call
+    stream = KeptStream(sent)
+    assert stream.call is None
+    stream.begins(Head(200, [(b"content-type", b"text/event-stream"), (b"x-stream-id", b"msg_1")]))
+    rest = stream.call
     assert rest is not None
     assert (rest.method, rest.path, rest.body) == ("GET", "/v1/streams/msg_1", b"")
     assert rest.headers == [(b"authorization", b"k")]
-    said = b'id: msg_1:1.2.0\ndata: {"text": "id: msg_1:9.9.9"}\n\nid: msg_1:1.3.0\ndata: {}\n\n: ping\n\n'
-    assert kept.note(said) == said
-    rest = kept.call
+    events = b'id: msg_1:1.2.0\ndata: {"text": "id: msg_1:9.9.9"}\n\nid: msg_1:1.3.0\ndata: {}\n\n: ping\n\n'
+    assert stream.note(events) == events
+    rest = stream.call
     assert rest is not None
     assert rest.headers[1:] == [(b"last-event-id", b"msg_1:1.3.0")]

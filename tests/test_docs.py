@@ -23,14 +23,14 @@ LINK = re.compile(r"\]\(([\w./-]*)#([\w-]+)\)")
 
 
 @pytest.mark.parametrize("name", DOCS)
-def test_files_that_are_named_are_there(name: str) -> None:
+def test_files_named_in_docs_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    found = [Path(one or other) for one, other in NAMED.findall(text)]
-    missing = [path for path in found if not any((base / path).exists() for base in (ROOT, (ROOT / name).parent))]
+    paths = [Path(one or other) for one, other in NAMED.findall(text)]
+    missing = [path for path in paths if not any((base / path).exists() for base in (ROOT, (ROOT / name).parent))]
     assert [path for path in missing if path.parts[0] not in (".venv", "OWNER", "DIR")] == []
 
 
-def test_files_that_comments_name_are_there() -> None:
+def test_files_named_in_code_comments_exist() -> None:
     code = [path for path in source_files() if path.suffix in (".py", ".cpp", ".h", ".js", ".toml", ".yaml", ".yml")]
     missing = [
         f"{path}:{text.count(chr(10), 0, found.start()) + 1} {found[1]}"
@@ -42,12 +42,12 @@ def test_files_that_comments_name_are_there() -> None:
     assert missing == []
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_has_at_most_600_words() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
 
 
 @pytest.mark.parametrize("name", DOCS)
-def test_headings_that_are_linked_are_there(name: str) -> None:
+def test_linked_headings_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     missing = [
         f"{page or name}#{anchor}"

@@ -23,7 +23,7 @@ def program(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -31,41 +31,41 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> None:
+def test_hanging_stage_is_killed_with_child_processes(tmp_path: Path) -> None:
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     run = run_stage(program(child), os.environ, tmp_path / "log", 3.0)
     assert run.ended == "its 3 s were over"
     assert run.late
     pid = int((tmp_path / "log").read_text())
     until = time.monotonic() + 30
-    while not gone(pid):
+    while not has_ended(pid):
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
-def test_a_stage_has_what_those_before_it_left() -> None:
-    given, takes = list[float](), {"short": 2.0, "late": 13.0, "last": 1.0}
+def test_stage_gets_time_left_over_by_earlier_stages() -> None:
+    seconds_given, takes = list[float](), {"short": 2.0, "late": 13.0, "last": 1.0}
 
     def run(name: str, seconds: float) -> Run:
-        given.append(seconds)
+        seconds_given.append(seconds)
         return Run(name, "", "", takes[name])
 
     assert [each.stage for each in in_order({"short": 5.0, "late": 10.0, "last": 4.0}, run)] == list(takes)
-    assert given == [5.0, 13.0, 4.0]
+    assert seconds_given == [5.0, 13.0, 4.0]
 
 
-def test_the_stages_fit_into_a_flight() -> None:
+def test_stage_plan_takes_560_seconds() -> None:
     assert sum(PLAN.values()) == 560.0
 
 
-def test_what_runs_beside_ends_with_the_stages(tmp_path: Path) -> None:
+def test_background_program_ends_with_stages(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with beside(program("import os, time; print(os.getpid(), flush=True); time.sleep(600)"), log):
         until = time.monotonic() + 30
         while not log.read_text().endswith("\n"):
             assert time.monotonic() < until
             time.sleep(0.05)
-    assert gone(int(log.read_text()))
+    assert has_ended(int(log.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_runs_beside_ends_with_the_stages(tmp_path: Path) -> None:
     ],
     ids=["well", "error", "abort"],
 )
-def test_how_a_stage_ended_is_told(text: str, ended: str, tmp_path: Path) -> None:
+def test_run_stage_reports_how_stage_ended(text: str, ended: str, tmp_path: Path) -> None:
     assert run_stage(program(text), os.environ, tmp_path / "log", 60.0).ended == ended
 
 
@@ -91,15 +91,15 @@ def test_how_a_stage_ended_is_told(text: str, ended: str, tmp_path: Path) -> Non
         ("", [], False),
     ],
 )
-def test_only_what_cuda_says_is_run_again(ended: str, wrong: list[str], again: bool) -> None:
+def test_only_cuda_failures_are_run_again(ended: str, wrong: list[str], again: bool) -> None:
     assert is_cudas(Run("kernels", "", ended, 1.0), wrong) == again
     assert not is_cudas(Run("kernels", "", ended, 1.0, late=True), wrong)
 
 
-def test_log_probabilities_are_held_to_what_rounding_changes_in_transformers() -> None:
+def test_close_compares_logprobs_with_rounding_error_of_transformers() -> None:
     wide = torch.linspace(-9.0, -1.0, 50)
-    said = close(wide + 0.01, wide, wide - 0.009, torch.bfloat16)
-    assert said.startswith(
+    message = close(wide + 0.01, wide, wide - 0.009, torch.bfloat16)
+    assert message.startswith(
         "log probabilities differ by 0.01 in the mean from transformers', its own in torch.bfloat16 by 0.009"
     )
     assert close(wide + 1e-5, wide, wide, torch.float32)
@@ -108,7 +108,7 @@ def test_log_probabilities_are_held_to_what_rounding_changes_in_transformers() -
             close(wide + far, wide, wide + rounding, kind)
 
 
-def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
+def test_table_begins_with_first_failure(tmp_path: Path) -> None:
     finding = {"what": "attention by triton", "said": "is wrong", "held": False, "at": 7.5}
     (tmp_path / "kernels.jsonl").write_text(json.dumps(finding) + '\n{"what": "cut of')
     runs = [
@@ -124,11 +124,11 @@ def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_flight_on_the_cpu(tmp_path: Path) -> None:
+def test_flight_on_cpu_holds_all_findings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.flight", "--device", "cpu", "--out", str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     table = (tmp_path / "table.txt").read_text()
-    assert ran.returncode == 0, table
+    assert completed.returncode == 0, table
     assert table.startswith("everything holds")
     for stage in PLAN:
         assert f"\n{stage}: held" in table

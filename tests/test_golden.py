@@ -17,32 +17,32 @@ from tests.golden.tree import Tree
 from tests.tree import ROOT
 
 
-def test_ids_times_and_own_strings_are_masked() -> None:
+def test_mask_replaces_ids_times_and_given_strings() -> None:
     text = '{"id":"chatcmpl-0f3acc12deadbeef","created":1790000000,"text":"at 5 of 4096 tokens","dir":"/tmp/x/y"}'
     assert mask(text, {"/tmp/x": "WORK"}) == (
         '{"id":"chatcmpl-ID","created":TIME,"text":"at 5 of 4096 tokens","dir":"WORK/y"}'
     )
 
 
-def test_numbers_of_answers_are_not_masked() -> None:
+def test_mask_keeps_numbers_of_answers() -> None:
     assert mask("[-2.679999828338623, 12721, 16]") == "[-2.679999828338623, 12721, 16]"
 
 
-def test_log_lines_lose_their_numbers() -> None:
+def test_mask_log_line_removes_numbers() -> None:
     assert mask_log_line("2026-11-28 21:00:01,123 INFO GET /v1/models 200 in 1.52 ms") == (
         "TIME INFO GET /v1/models # in # ms"
     )
 
 
-def test_renames_replace_whole_identifiers() -> None:
+def test_rename_replaces_whole_identifiers() -> None:
     assert rename("Row(RowSpec, Row)", {"Row": "ScheduledRequest"}) == "ScheduledRequest(RowSpec, ScheduledRequest)"
 
 
-def test_a_text_of_one_tree_alone_is_a_difference() -> None:
+def test_differences_include_texts_of_one_tree_only() -> None:
     assert list(differences_of({"a": "1", "b": "2"}, {"a": "1", "c": "3"})) == ["b", "c"]
 
 
-def test_events_of_two_choices_are_compared_by_choice() -> None:
+def test_sort_choices_ignores_interleaving_of_choices() -> None:
     def event(number: int, index: int, text: str) -> str:
         return f"id: cmpl-1:{number}\ndata: " + json.dumps({"choices": [{"index": index, "text": text}]})
 
@@ -53,7 +53,7 @@ def test_events_of_two_choices_are_compared_by_choice() -> None:
     assert sort_choices(one) != sort_choices(swapped)
 
 
-def test_ollama_lines_are_compared_by_their_text() -> None:
+def test_merge_ndjson_ignores_line_boundaries() -> None:
     def line(text: str, *, done: bool = False) -> str:
         return json.dumps({"message": {"role": "assistant", "content": text}, "done": done, "created_at": text})
 
@@ -62,23 +62,23 @@ def test_ollama_lines_are_compared_by_their_text() -> None:
     assert merge_ndjson(apart) != merge_ndjson("\n".join([line("ba"), line("", done=True)]))
 
 
-def test_metrics_are_compared_by_name_and_labels() -> None:
+def test_metric_names_ignore_values_and_keep_labels() -> None:
     one = '# TYPE requests counter\nrequests{model="a",reason="stop"} 5\n'
     assert metric_names(one) == metric_names(one.replace("5", "7"))
     assert metric_names(one) != metric_names(one.replace("reason", "cause"))
 
 
-def test_bad_requests_are_the_same_each_time() -> None:
+def test_bad_requests_are_deterministic() -> None:
     assert list(bad_requests(50)) == list(bad_requests(50))
 
 
-def test_there_are_fifty_seeded_chats_with_names_of_their_own() -> None:
+def test_chats_are_at_least_50_with_unique_names() -> None:
     names = [name for name, _ in chats()]
     assert len(names) == len(set(names)) >= 50
 
 
 @pytest.mark.slow
-def test_a_tree_does_not_differ_from_itself(tmp_path: Path) -> None:
+def test_tree_captures_equal_themselves(tmp_path: Path) -> None:
     folders = write_models(tmp_path, ["llama", "gemma2", "images-qwen3_vl", "encoder-bert"])
     for capture in (partial(capture_plans, work=tmp_path), capture_specs, capture_tokens):
         once, again = (capture(Tree(name, ROOT), folders) for name in ("base", "head"))

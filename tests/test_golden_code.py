@@ -42,7 +42,7 @@ RENAMED = (
 )
 
 
-def test_each_name_may_become_one_other() -> None:
+def test_code_of_ignores_consistent_renames() -> None:
     assert BEFORE != RENAMED
     assert code_of(BEFORE) == code_of(RENAMED)
 
@@ -57,13 +57,13 @@ def test_each_name_may_become_one_other() -> None:
         ('f"{error!r}"', 'f"{error!s}"'),
     ],
 )
-def test_anything_else_is_a_difference(old: str, new: str) -> None:
+def test_code_of_differs_when_behavior_changes(old: str, new: str) -> None:
     assert old in RENAMED
     assert code_of(RENAMED.replace(old, new)) != code_of(BEFORE)
 
 
 @pytest.mark.slow
-def test_every_module_is_looked_at() -> None:
+def test_capture_code_reads_every_module() -> None:
     modules = capture_code(Tree("head", ROOT))
     assert {
         "quire/engine/engine_core.py",

@@ -13,11 +13,11 @@ def test_participle_is_recognized(word: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["read", "set", "need", "feed", "seed", "proceed", "quantized", "begin"])
-def test_other_words_are_no_participles(word: str) -> None:
+def test_other_words_are_not_participles(word: str) -> None:
     assert not house.is_participle(word)
 
 
-def test_branches_of_inner_functions_do_not_count() -> None:
+def test_branches_of_inner_functions_are_not_counted() -> None:
     source = """
 def outer(x):
     if x:
@@ -35,6 +35,6 @@ def outer(x):
     assert house.branches_of(function) == 4
 
 
-def test_unknown_count_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_count_exits_with_code_2_and_lists_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert house.main(["participle"]) == 2
     assert "No such count: participle. There are participles, " in capsys.readouterr().err

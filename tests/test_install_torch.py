@@ -65,46 +65,48 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin/python"
 
 
-def installed(python: Path, served: str, target: Path, *arguments: str, **variables: str) -> tuple[str, str]:
+def install_with_script(python: Path, served: str, target: Path, *arguments: str, **variables: str) -> tuple[str, str]:
     """Run the script; return the version that it installs into `target`, and its output."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") and name != "TORCH_INDEX"}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PIP_") and name != "TORCH_INDEX"
+    }
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{served}/usual", "PIP_TARGET": str(target)}
     command = [str(python), str(SCRIPT), *arguments]
-    done = subprocess.run(command, env=kept | pip | variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, env=environment | pip | variables, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
     (info,) = target.glob("torch-*.dist-info")
-    return info.name.removeprefix("torch-").removesuffix(".dist-info"), done.stdout
+    return info.name.removeprefix("torch-").removesuffix(".dist-info"), completed.stdout
 
 
 @pytest.mark.slow
-def test_pip_takes_the_build_of_the_index_that_is_named(python: Path, served: str, tmp_path: Path) -> None:
-    assert installed(python, served, tmp_path / "cpu", TORCH_INDEX=f"{served}/cpu") == (f"{PINNED}+cpu", "")
-    assert installed(python, served, tmp_path / "usual", TORCH_INDEX="") == (PINNED, "")
-    assert installed(python, served, tmp_path / "cuda", "cuda") == (PINNED, "")
+def test_script_installs_torch_from_named_index(python: Path, served: str, tmp_path: Path) -> None:
+    assert install_with_script(python, served, tmp_path / "cpu", TORCH_INDEX=f"{served}/cpu") == (f"{PINNED}+cpu", "")
+    assert install_with_script(python, served, tmp_path / "usual", TORCH_INDEX="") == (PINNED, "")
+    assert install_with_script(python, served, tmp_path / "cuda", "cuda") == (PINNED, "")
 
 
 @pytest.mark.slow
-def test_an_index_out_of_reach_is_told_and_the_usual_one_serves(python: Path, served: str, tmp_path: Path) -> None:
-    version, said = installed(python, served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
+def test_unreachable_index_is_reported_and_default_index_used(python: Path, served: str, tmp_path: Path) -> None:
+    version, output = install_with_script(python, served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
     assert version == PINNED
-    said_so = f"{served}/gone cannot be reached (File not found): PyTorch comes from the usual index, with CUDA\n"
-    assert said == said_so
+    expected = f"{served}/gone cannot be reached (File not found): PyTorch comes from the usual index, with CUDA\n"
+    assert output == expected
 
 
-def test_without_a_driver_the_build_is_the_one_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_build_is_chosen_without_nvidia_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install_torch.shutil, "which", lambda name: None)
     assert install_torch.driver(tmp_path) == "cpu"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     assert install_torch.driver(tmp_path) == "cuda"
-    wanted = install_torch.wanted_index
-    assert wanted({}, "linux", "cpu") == install_torch.CPU_BUILDS
-    assert wanted({}, "linux", "cuda") is wanted({}, "darwin", "cpu") is None
-    assert wanted({"TORCH_INDEX": ""}, "linux", "cpu") is None
-    assert wanted({"TORCH_INDEX": "https://mine"}, "linux", "cuda") == "https://mine"
+    wanted_index = install_torch.wanted_index
+    assert wanted_index({}, "linux", "cpu") == install_torch.CPU_BUILDS
+    assert wanted_index({}, "linux", "cuda") is wanted_index({}, "darwin", "cpu") is None
+    assert wanted_index({"TORCH_INDEX": ""}, "linux", "cpu") is None
+    assert wanted_index({"TORCH_INDEX": "https://mine"}, "linux", "cuda") == "https://mine"
 
 
-def test_what_is_there_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script asks no index and prints nothing."""
     monkeypatch.setattr(install_torch.metadata, "version", lambda name: f"{PINNED}+cu130")
     monkeypatch.setattr(install_torch, "unreachable", lambda index: pytest.fail("it was asked"))
@@ -113,14 +115,14 @@ def test_what_is_there_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert not install_torch.is_installed()
 
 
-def test_reach_is_asked_of_the_index_itself(served: str) -> None:
+def test_unreachable_returns_reason_of_index(served: str) -> None:
     assert install_torch.unreachable(f"{served}/cpu/") == ""
     assert install_torch.unreachable(f"{served}/none") == "File not found"
     assert "refused" in install_torch.unreachable("http://127.0.0.1:9")
     assert "unknown url type" in install_torch.unreachable("nowhere")
 
 
-def test_the_address_of_the_builds_for_cpus_stands_once() -> None:
+def test_cpu_index_url_is_written_once() -> None:
     """Makefile, Dockerfile and compose.yaml leave the choice to the script."""
     paths = ["Makefile", "Dockerfile", "deploy/compose.yaml", "README.md", "pyproject.toml", "constraints.txt"]
     assert not [path for path in paths if install_torch.CPU_BUILDS in (ROOT / path).read_text()]

@@ -35,7 +35,7 @@ CASES = snippets_with_output()
 
 
 @pytest.mark.parametrize(("snippet", "output"), CASES, ids=[snippet.place for snippet, _ in CASES])
-def test_a_snippet_prints_what_stands_below_it(snippet: Snippet, output: str) -> None:
+def test_snippet_prints_output_block_below(snippet: Snippet, output: str) -> None:
     assert len(snippet.text.splitlines()) <= MAX_SNIPPET_LINES
     printed = io.StringIO()
     with redirect_stdout(printed):
@@ -43,14 +43,14 @@ def test_a_snippet_prints_what_stands_below_it(snippet: Snippet, output: str) ->
     assert printed.getvalue() == output != ""
 
 
-def test_a_scheduler_alone_runs_without_torch() -> None:
+def test_scheduler_snippet_runs_without_torch() -> None:
     program, output = next((snippet.text, output) for snippet, output in CASES if "Scheduler(" in snippet.text)
     command = [sys.executable, "-c", f"import sys\nsys.modules['torch'] = None\n{program}"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
-    assert done.stdout == output
+    completed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    assert completed.stdout == output
 
 
-def test_the_page_is_short_and_its_anchors_are_there() -> None:
+def test_learn_page_is_short_and_its_anchors_exist() -> None:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     assert len(text.split()) <= MAX_WORDS
     slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
@@ -59,7 +59,7 @@ def test_the_page_is_short_and_its_anchors_are_there() -> None:
     assert set(anchors) <= slugs
 
 
-def test_the_tiny_batcher_gives_the_same_tokens_together_and_alone() -> None:
+def test_tiny_batcher_generates_same_tokens_batched_and_alone() -> None:
     program = (ROOT / TINY).read_text(encoding="utf-8")
     assert len(program.splitlines()) <= 100
     printed = io.StringIO()

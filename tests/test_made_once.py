@@ -9,7 +9,7 @@ import torch
 from tests.made_once import made_once
 
 
-def test_one_making_serves_equal_keys_and_leaves_the_same_random_state(tmp_path: Path) -> None:
+def test_made_once_reuses_folder_of_equal_keys_and_restores_rng_state(tmp_path: Path) -> None:
     made: list[Path] = []
 
     def make(path: Path) -> None:

@@ -52,8 +52,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder / "dist"),
         str(folder / "source"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return folder / "dist"
 
 
@@ -99,7 +99,7 @@ def crowded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(dist: Path) -> None:
+def test_sdist_contains_build_sources_only(dist: Path) -> None:
     (path,) = dist.glob("quire_llm-*.tar.gz")
     with tarfile.open(path) as archive:
         members = {member.name.split("/", 1)[-1]: member for member in archive.getmembers()}
@@ -111,14 +111,14 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(dist: Path) -> N
     assert not any(name.endswith(".so") for name in members), "compiled for one machine"
 
 
-def test_the_wheel_carries_every_source_and_data_file(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_every_source_and_data_file(wheel: zipfile.ZipFile) -> None:
     code = (".py", ".cpp", ".h", ".toml")
-    ours = [path for path in source_files() if path.parts[0] == "quire"]
-    wanted = {path for path in ours if path.parts[1] in LINKED and path.suffix in code}
-    wanted |= {path for path in ours if path.match("configs/*.toml") or path.match("configs/demo/*")}
-    wanted |= {path for path in ours if path.is_relative_to("quire/server/web")}
-    wanted |= {path for path in ours if path.is_relative_to("quire/server/api_docs")}
-    names = {str(path) for path in wanted} | {"quire/__init__.py", "quire/__main__.py", "quire/py.typed"}
+    package_files = [path for path in source_files() if path.parts[0] == "quire"]
+    expected = {path for path in package_files if path.parts[1] in LINKED and path.suffix in code}
+    expected |= {path for path in package_files if path.match("configs/*.toml") or path.match("configs/demo/*")}
+    expected |= {path for path in package_files if path.is_relative_to("quire/server/web")}
+    expected |= {path for path in package_files if path.is_relative_to("quire/server/api_docs")}
+    names = {str(path) for path in expected} | {"quire/__init__.py", "quire/__main__.py", "quire/py.typed"}
     names |= {f"quire/{module}.py" for module in ("sampling_params", "inputs", "outputs", "lora/request")}
     assert {"quire/configs/demo/model.safetensors", "quire/server/web/index.html"} <= names
     assert "quire/kernels/cpu/attention.cpp" in names
@@ -126,13 +126,13 @@ def test_the_wheel_carries_every_source_and_data_file(wheel: zipfile.ZipFile) ->
     assert not missing, f"{sorted(missing)} not in the wheel: name them in pyproject.toml under tool.setuptools"
 
 
-def test_the_wheel_carries_the_compiled_kernels(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_compiled_kernels(wheel: zipfile.ZipFile) -> None:
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
         pytest.skip("no C++ compiler here")
     assert wheel.read("quire/kernels/cpu/plain.so").startswith((b"\x7fELF", b"\xcf\xfa\xed\xfe"))
 
 
-def test_the_wheel_claims_one_name_and_carries_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_one_top_level_package_without_training_files(wheel: zipfile.ZipFile) -> None:
     (info,) = {name.split("/")[0] for name in wheel.namelist()} - {"quire"}
     assert info.endswith(".dist-info")
     assert wheel.read(f"{info}/top_level.txt").decode().split() == ["quire"]
@@ -142,19 +142,19 @@ def test_the_wheel_claims_one_name_and_carries_nothing_else(wheel: zipfile.ZipFi
 
 
 @pytest.mark.parametrize("installed", [True, False], ids=["wheel", "checkout"])
-def test_llm_generates_beside_modules_of_the_user(
+def test_llm_generates_when_user_modules_have_same_names(
     installed: bool, crowded: Path, request: pytest.FixtureRequest
 ) -> None:
     root = request.getfixturevalue("site") if installed else ROOT
     (crowded / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(crowded / "script.py")]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(root / "quire" / "engine" / "common" / "config.py"), "4", "length"]
+    completed = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.split() == [str(root / "quire" / "engine" / "common" / "config.py"), "4", "length"]
 
 
-def test_the_server_answers_wherever_the_user_stands(
+def test_server_answers_when_working_directory_shadows_stdlib(
     site: Path, crowded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request has a grammar, which a separate process checks; the engine is a separate process, too."""
@@ -167,11 +167,11 @@ def test_the_server_answers_wherever_the_user_stands(
     assert answer.json()["usage"]["completion_tokens"] == 4
 
 
-def test_the_command_of_the_wheel_serves(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quire_command_of_wheel_serves(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    told, version = (subprocess.check_output([tool, flag], text=True) for flag in ("--help", "--version"))
-    assert "usage: quire [-h] [--version] COMMAND" in told
+    help_text, version = (subprocess.check_output([tool, flag], text=True) for flag in ("--help", "--version"))
+    assert "usage: quire [-h] [--version] COMMAND" in help_text
     assert version == "quire 0.1.0\n"
     server = Server(tmp_path / "log", quire=tool)
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 4}, timeout=60)
@@ -179,10 +179,10 @@ def test_the_command_of_the_wheel_serves(tool: Path, tmp_path: Path, monkeypatch
     assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
 
 
-def test_the_demo_can_be_trained_again() -> None:
+def test_demo_training_script_prints_help() -> None:
     """The script finds its modules, words and templates; no wheel contains it."""
     command = [sys.executable, str(ROOT / "quire/configs/demo/training/train.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "--tokens" in done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert "--tokens" in completed.stdout
     assert (ROOT / "quire/configs/demo/training/card.md").is_file()

@@ -154,11 +154,11 @@ def commands() -> list[tuple[str, str]]:
     ]
 
 
-def run_ones() -> list[tuple[str, str]]:
+def runnable_commands() -> list[tuple[str, str]]:
     return [(place, line) for place, line in commands() if not line.startswith(tuple(NOT_RUN))]
 
 
-def others(language: str) -> list[Snippet]:
+def snippets_in(language: str) -> list[Snippet]:
     return [
         snippet
         for snippet in snippets()
@@ -167,7 +167,7 @@ def others(language: str) -> list[Snippet]:
     ]
 
 
-def replaced(text: str, url: str) -> str:
+def with_replacements(text: str, url: str) -> str:
     names = re.compile("|".join(rf"{re.escape(old)}(?![\w/])" for old in REPLACED))
     return names.sub(lambda found: REPLACED[found[0]], text).replace("http://127.0.0.1:8000", url)
 
@@ -187,7 +187,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"QUIRE_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
-def test_every_snippet_is_run_or_says_why_not() -> None:
+def test_every_snippet_has_expectation_or_reason_not_to_run() -> None:
     assert len(snippets()) > 15
     languages = {snippet.language for snippet in snippets()}
     assert languages <= {"", "sh", "text", "python", "toml", "mermaid", "json", "yaml"}
@@ -196,15 +196,15 @@ def test_every_snippet_is_run_or_says_why_not() -> None:
         assert known, f"{place}: say in EXPECTED what `{line}` prints, or in NOT_RUN why it is not run"
 
 
-def test_targets_of_make_are_there() -> None:
+def test_make_targets_in_docs_exist() -> None:
     targets = [line.split("#")[0].split()[1] for _, line in commands() if line.startswith("make ")]
     assert targets
     rules = (ROOT / "Makefile").read_text()
     assert [target for target in targets if not re.search(rf"^{target}:", rules, re.MULTILINE)] == []
 
 
-@pytest.mark.parametrize("snippet", others("toml"), ids=lambda snippet: snippet.place)
-def test_toml_is_what_it_says(snippet: Snippet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snippet", snippets_in("toml"), ids=lambda snippet: snippet.place)
+def test_toml_snippets_load(snippet: Snippet, tmp_path: Path) -> None:
     text = snippet.text.replace("sha256:…", "sha256:" + hashlib.sha256(b"another").hexdigest())
     if "key = " not in text:
         assert tomllib.loads(text)
@@ -213,42 +213,42 @@ def test_toml_is_what_it_says(snippet: Snippet, tmp_path: Path) -> None:
     assert Tenants(ServerConfig(api_key_file=tmp_path / "keys.toml"))
 
 
-@pytest.mark.parametrize("snippet", [*others("json"), *others("yaml")], ids=lambda snippet: snippet.place)
-def test_json_and_yaml_are_what_they_say(snippet: Snippet) -> None:
+@pytest.mark.parametrize("snippet", [*snippets_in("json"), *snippets_in("yaml")], ids=lambda snippet: snippet.place)
+def test_json_and_yaml_snippets_load(snippet: Snippet) -> None:
     assert json.loads(snippet.text) if snippet.language == "json" else yaml.safe_load(snippet.text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", others("python"), ids=lambda snippet: snippet.place)
-def test_python(snippet: Snippet, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snippet", snippets_in("python"), ids=lambda snippet: snippet.place)
+def test_python_snippets_run(snippet: Snippet, server: Server, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(replaced(snippet.text, server.url))
-    done = subprocess.run(
+    program.write_text(with_replacements(snippet.text, server.url))
+    completed = subprocess.run(
         [sys.executable, program], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\w+ \w+", done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    assert re.search(r"\w+ \w+", completed.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "line"), run_ones(), ids=lambda text: text.split("  #")[0])
-def test_commands(place: str, line: str, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "line"), runnable_commands(), ids=lambda text: text.split("  #")[0])
+def test_shell_commands_print_expected_output(place: str, line: str, server: Server, tmp_path: Path) -> None:
     (batch,) = [snippet.text for snippet in snippets() if snippet.text.startswith("{") and not snippet.language]
     assert json.loads(batch)["custom_id"]
     (tmp_path / "requests.jsonl").write_text(batch)
     (tmp_path / "TEXT").write_text("".join((ROOT / name).read_text(encoding="utf-8") for name in DOCS))
     python = shlex.quote(sys.executable)
-    command = replaced(line.split("  #")[0], server.url).replace("quire ", f"{python} -m quire ", 1)
+    command = with_replacements(line.split("  #")[0], server.url).replace("quire ", f"{python} -m quire ", 1)
     command = command.replace("python -m bench", f"{python} -m bench")
     command += f" --url {server.url}" if line.startswith("quire trace") else ""  # its default port is 8000
     serves = line.startswith("quire serve")
     expected = next(pattern for start, pattern in EXPECTED.items() if re.match(start, line))
     output = tmp_path / "output"
-    with output.open("wb") as out, (tmp_path / "input").open("w+") as given:
-        given.write("Hello\n")
-        given.seek(0)
+    with output.open("wb") as out, (tmp_path / "input").open("w+") as stdin_file:
+        stdin_file.write("Hello\n")
+        stdin_file.seek(0)
         shell = ["bash", "-c", f"exec {command}{' --port 0' if serves else ''}"]
-        process = subprocess.Popen(shell, cwd=tmp_path, env=environment(), stdin=given, stdout=out, stderr=out)
+        process = subprocess.Popen(shell, cwd=tmp_path, env=environment(), stdin=stdin_file, stdout=out, stderr=out)
         while serves and expected not in output.read_text() and process.poll() is None:
             time.sleep(0.1)
         if serves:

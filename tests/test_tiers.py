@@ -54,7 +54,7 @@ def run(folder: Path, *options: str) -> str:
 
 
 @pytest.mark.parametrize(("cases", "few"), [(5, 1), (5, 2), (5, 5), (3, 7), (1, 1), (100, 9)])
-def test_few_are_spread(cases: int, few: int) -> None:
+def test_spread_picks_evenly_spaced_cases(cases: int, few: int) -> None:
     places = spread(cases, few)
     assert places[0] == 0
     assert places[-1] < cases
@@ -63,28 +63,28 @@ def test_few_are_spread(cases: int, few: int) -> None:
 
 
 @pytest.mark.slow
-def test_each_test_runs_in_one_tier(tmp_path: Path) -> None:
+def test_each_test_runs_in_one_tier_and_properties_in_both(tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text(MANY)
     assert "4 passed, 6 deselected" in run(tmp_path, "-m", "not slow")
     assert "7 passed, 3 deselected" in run(tmp_path, "--rest"), "a property runs in both, with more examples"
 
 
 @pytest.mark.slow
-def test_shards_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
+def test_shards_are_disjoint_and_report_counts_by_file(tmp_path: Path) -> None:
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text(MANY)
-    said = [run(tmp_path, "--rest", "--shard", f"{shard}/2", "-v") for shard in (1, 2)]
-    ran = [re.findall(r"(test_\w\.py::\S+) PASSED", each) for each in said]
-    assert all(ran)
-    assert not {*ran[0]} & {*ran[1]}
-    assert len({*ran[0], *ran[1]}) == 5 * 7
-    for each, names in zip(said, ran, strict=True):
+    outputs = [run(tmp_path, "--rest", "--shard", f"{shard}/2", "-v") for shard in (1, 2)]
+    passed = [re.findall(r"(test_\w\.py::\S+) PASSED", each) for each in outputs]
+    assert all(passed)
+    assert not {*passed[0]} & {*passed[1]}
+    assert len({*passed[0], *passed[1]}) == 5 * 7
+    for each, names in zip(outputs, passed, strict=True):
         files = Counter(name.partition("::")[0] for name in names)
-        told = dict(re.findall(r"(test_\w\.py) \((\d+)\)", each.partition("\nshard ")[2]))
-        assert {file: int(count) for file, count in told.items()} == files
+        counts = dict(re.findall(r"(test_\w\.py) \((\d+)\)", each.partition("\nshard ")[2]))
+        assert {file: int(count) for file, count in counts.items()} == files
 
 
-def test_the_table_names_files_tests_or_every_case() -> None:
+def test_shard_table_assigns_files_tests_or_single_cases() -> None:
     table = {"a.py": 3, "a.py::test_long": 2, "b.py::test_many": 0}
     assert shard_of("a.py::test_x[1]", 4, table) == 3
     assert shard_of("a.py::test_long[1]", 4, table) == 2
@@ -93,7 +93,7 @@ def test_the_table_names_files_tests_or_every_case() -> None:
     assert len({shard_of(f"tests/e2e/test_curl.py::test_{name}", 4, table) for name in range(50)}) == 1
 
 
-def test_the_table_names_what_is_there() -> None:
+def test_shard_table_names_existing_tests() -> None:
     count = re.search(r"^SHARDS := (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert count, "the last of these are the clients"
     for name, shard in tomllib.loads(SHARDS.read_text()).items():
@@ -105,20 +105,20 @@ def test_the_table_names_what_is_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread_over", [(), ("--numprocesses", "1")], ids=["alone", "xdist"])
-def test_a_run_that_is_ended_names_the_test_that_is_running(tmp_path: Path, spread_over: tuple[str, ...]) -> None:
+def test_terminated_run_names_running_test(tmp_path: Path, spread_over: tuple[str, ...]) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING)
     with subprocess.Popen(
         command(tmp_path, "-v", *spread_over), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         try:
-            said = ""
-            while "::test_that_hangs" not in said:  # the process that runs it, a worker with xdist, has reported it
-                said += (line := os.read(process.stdout.fileno(), 1 << 16).decode())
-                assert line, said
+            output = ""
+            while "::test_that_hangs" not in output:  # the process that runs it, a worker with xdist, has reported it
+                output += (line := os.read(process.stdout.fileno(), 1 << 16).decode())
+                assert line, output
             process.send_signal(signal.SIGTERM)
-            said += process.communicate(timeout=60)[0]
+            output += process.communicate(timeout=60)[0]
         finally:
             process.kill()
-    assert process.returncode == 124, said
-    assert "ended by SIGTERM during test_hanging.py::test_that_hangs" in said
+    assert process.returncode == 124, output
+    assert "ended by SIGTERM during test_hanging.py::test_that_hangs" in output

@@ -25,7 +25,7 @@ MAX_LINES = 8000
 
 
 @pytest.mark.slow
-def test_a_chat_passes_the_stations_in_their_order() -> None:
+def test_chat_passes_pipeline_stations_in_order() -> None:
     calls = traced()
     assert 1000 < lines_of(calls) < MAX_LINES
     first_calls = [next(call.when for call in calls if call.name == station) for station in STATIONS]

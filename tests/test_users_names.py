@@ -335,13 +335,13 @@ def others() -> dict[str, list[str]]:
 async def ray(folder: Path) -> dict[str, list[str]]:
     """Messages between gateway, replicas and journal, which an update replaces one by one."""
     (folder / LIFE).write_text("life")
-    asked, said = dict[str, int](), asyncio.Event()
+    num_arguments, has_asked = dict[str, int](), asyncio.Event()
 
     async def call(method: str, *values: object) -> object:
-        is_new = method not in asked
-        asked[method] = len(values)
+        is_new = method not in num_arguments
+        num_arguments[method] = len(values)
         if method == "say":
-            said.set()
+            has_asked.set()
         if method == "questions" and not is_new:
             await asyncio.Event().wait()
         return {"join": "life", "questions": [Question(1, "topic", b"")], "ask": [b"answer"]}.get(method)
@@ -350,7 +350,7 @@ async def ray(folder: Path) -> dict[str, list[str]]:
     await link.begin(folder)
     await link.ask("data", b"")
     async with asyncio.timeout(10):
-        await said.wait()
+        await has_asked.wait()
     await link.close()
     topics: list[str] = [DATA_DIR_TOPIC, STATUS_TOPIC]
     peers: Any = SimpleNamespace(register_handler=lambda topic, answer: topics.append(topic))
@@ -360,7 +360,9 @@ async def ray(folder: Path) -> dict[str, list[str]]:
     kinds = [f"{lines_of_pickle(pickle.dumps(each))[-1]} {len(fields_of(type(each)))}" for each in pickled]
     return {
         "Ray: pickles, with the number of their values": kinds,
-        "Ray: methods of Members, with the number of their arguments": [f"{name} {n}" for name, n in asked.items()],
+        "Ray: methods of Members, with the number of their arguments": [
+            f"{name} {n}" for name, n in num_arguments.items()
+        ],
         "Ray: the journal's file": [LIFE],
         "Ray: topics of questions": topics,
         "Ray: methods of the journal, with the number of their arguments": [
@@ -393,32 +395,36 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Written
         yield await written(tmp_path_factory.mktemp("run"), watched)
 
 
-async def test_what_is_written_has_the_names_of_the_list(
+async def test_written_names_equal_users_names_list(
     run: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def folder(name: str) -> Path:
         (tmp_path / name).mkdir()
         return tmp_path / name
 
-    found = types() | modules() | logs() | texts() | errors() | others() | python() | run.names
-    found |= tail(folder("tail")) | data_folder(folder("data"), caplog) | kv_tier(folder("kv")) | commands(tmp_path)
-    found |= caches(folder("cache"), monkeypatch) | variables(monkeypatch) | await ray(folder("ray"))
+    written_names = types() | modules() | logs() | texts() | errors() | others() | python() | run.names
+    written_names |= (
+        tail(folder("tail")) | data_folder(folder("data"), caplog) | kv_tier(folder("kv")) | commands(tmp_path)
+    )
+    written_names |= caches(folder("cache"), monkeypatch) | variables(monkeypatch) | await ray(folder("ray"))
     known = {section: each["names"] for section, each in listed()["section"].items()}
-    found |= {section: importable(names) for section, names in known.items() if section == "Python: paths in documents"}
-    assert not (wrong := list(differences(known, found))), "\n".join([*wrong, ADVICE])
+    written_names |= {
+        section: importable(names) for section, names in known.items() if section == "Python: paths in documents"
+    }
+    assert not (wrong := list(differences(known, written_names))), "\n".join([*wrong, ADVICE])
 
 
-def test_structs_on_the_disk_are_those_of_the_list(run: Written) -> None:
+def test_struct_keys_on_disk_equal_users_names_list(run: Written) -> None:
     for section, keys in run.keys.items():
         outer = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names_in(listed()["section"][section]["names"]))
         assert list(outer) == keys, f"{section}: what was read from the disk has other keys than the list{ADVICE}"
 
 
-def test_each_file_that_writes_names_of_fields_says_where_they_are_listed() -> None:
+def test_files_that_encode_field_names_are_listed() -> None:
     """Attribute names become written names wherever a struct is encoded as it is."""
-    known, sections, told = listed()["files"], listed()["section"], "Files with names of fields or classes"
+    known, sections, title = listed()["files"], listed()["section"], "Files with names of fields or classes"
     found = files_with(FIELD_NAMES, (*CODE, "deploy"))
-    wrong = list(differences({told: [*known["listed"], *known["internal"]]}, {told: found}))
+    wrong = list(differences({title: [*known["listed"], *known["internal"]]}, {title: found}))
     assert not wrong, "\n".join(
         [*wrong, f"Who reads what such a file writes? A row of [files] in {LIST.name} says it."]
     )

@@ -41,7 +41,7 @@ class Agent:
     """Name by which the agent requests the model."""
 
 
-def edits(read: str, edit: str, names: Sequence[str]) -> Callable[[str], Sequence[str]]:
+def edit_script(read: str, edit: str, names: Sequence[str]) -> Callable[[str], Sequence[str]]:
     """The script reads both files at once and edits one after the other."""
     path, old, new = names
 
@@ -57,7 +57,7 @@ def edits(read: str, edit: str, names: Sequence[str]) -> Callable[[str], Sequenc
     return turns
 
 
-def patches(folder: str) -> Sequence[str]:
+def patch_script(folder: str) -> Sequence[str]:
     def patch(name: str, old: str, new: str) -> str:
         return f"*** Begin Patch\n*** Update File: {name}\n@@\n-{old}\n+{new}\n*** End Patch\n"
 
@@ -69,7 +69,7 @@ def patches(folder: str) -> Sequence[str]:
     )
 
 
-def commands(folder: str) -> Sequence[str]:
+def shell_script(folder: str) -> Sequence[str]:
     return (
         "I look.\n" + call("exec_command", cmd="cat one.py two.py"),
         call("exec_command", cmd="sed -i s/old/new/ one.py"),
@@ -97,15 +97,15 @@ def opencode(port: int) -> dict[str, str]:
         "models": {MODEL: {"name": "m"}},
     }
     name = f"quire/{MODEL}"
-    told = {"provider": {"quire": provider}, "model": name, "small_model": name, "autoupdate": False}
-    return {".config/opencode/opencode.json": json.dumps({**told, "share": "disabled"})}
+    settings = {"provider": {"quire": provider}, "model": name, "small_model": name, "autoupdate": False}
+    return {".config/opencode/opencode.json": json.dumps({**settings, "share": "disabled"})}
 
 
 AGENTS = {
     "claude_code": Agent(
         "@anthropic-ai/claude-code",
         ("claude", "-p", PROMPT, "--permission-mode", "acceptEdits"),
-        edits("Read", "Edit", ("file_path", "old_string", "new_string")),
+        edit_script("Read", "Edit", ("file_path", "old_string", "new_string")),
         lambda port: {
             "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{port}",
             "ANTHROPIC_API_KEY": "none",
@@ -114,19 +114,19 @@ AGENTS = {
             "DISABLE_TELEMETRY": "1",
         },
     ),
-    "codex": codex(commands, MODEL),
-    "codex_patches": codex(patches, "gpt-5.5"),
+    "codex": codex(shell_script, MODEL),
+    "codex_patches": codex(patch_script, "gpt-5.5"),
     "opencode": Agent(
         "opencode-ai",
         ("opencode", "run", PROMPT),
-        edits("read", "edit", ("filePath", "oldString", "newString")),
+        edit_script("read", "edit", ("filePath", "oldString", "newString")),
         lambda port: {},
         opencode,
     ),
     "qwen_code": Agent(
         "@qwen-code/qwen-code",
         ("qwen", "--auth-type", "openai", "--yolo", "-p", PROMPT),
-        lambda folder: ("", *edits("read_file", "edit", ("file_path", "old_string", "new_string"))(folder)),
+        lambda folder: ("", *edit_script("read_file", "edit", ("file_path", "old_string", "new_string"))(folder)),
         lambda port: {
             "OPENAI_API_KEY": "none",
             "OPENAI_BASE_URL": f"http://127.0.0.1:{port}/v1",
@@ -140,7 +140,7 @@ first answer.
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_two_files_are_edited(name: str, tmp_path: Path) -> None:
+def test_coding_agent_edits_two_files(name: str, tmp_path: Path) -> None:
     assert INSTALLED is not None
     agent, home, work = AGENTS[name], tmp_path / "home", tmp_path / "work"
     for folder in (home, work):
@@ -154,7 +154,7 @@ def test_two_files_are_edited(name: str, tmp_path: Path) -> None:
             path = work / file if file.startswith("./") else home / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        done = subprocess.run(
+        completed = subprocess.run(
             [Path(INSTALLED) / "node_modules" / ".bin" / agent.command[0], *agent.command[1:]],
             cwd=work,
             env=os.environ | {"HOME": str(home), "PWD": str(work)} | agent.environment(recorder.port),
@@ -163,11 +163,11 @@ def test_two_files_are_edited(name: str, tmp_path: Path) -> None:
             text=True,
             timeout=240,
         )
-    output = done.stdout + done.stderr
+    output = completed.stdout + completed.stderr
     assert {file: (work / file).read_text(encoding="utf-8") for file in FILES} == {
         file: after for file, (_, after) in FILES.items()
     }, output
-    assert DONE in done.stdout, output
+    assert DONE in completed.stdout, output
     assert [each.status for each in recorder.seen] == [200] * len(recorder.seen), output
     if "RECORD" in os.environ:
         write_record(name, agent, script, recorder.seen, str(work))

@@ -12,7 +12,7 @@ MODEL = "quire-demo"
 TEXTS = ["The fox sleeps.", "A crow sings in the rain.", "Bread is baked in Rome."]
 
 
-def test_documents_are_ranked(server: Any) -> None:
+def test_cohere_sdk_rerank_equals_score_endpoint(server: Any) -> None:
     client = cohere.ClientV2(api_key="none", base_url=server.url)
     ranked = client.rerank(model=MODEL, query=TEXTS[1], documents=TEXTS)
     assert ranked.results[0].index == 1, "the query itself fits best"
@@ -28,20 +28,20 @@ def test_documents_are_ranked(server: Any) -> None:
     assert best.results == ranked.results[:2]
 
 
-def test_texts_become_vectors_of_each_type(server: Any) -> None:
+def test_cohere_sdk_embed_returns_float_and_ubinary_vectors(server: Any) -> None:
     client = cohere.ClientV2(api_key="none", base_url=server.url)
     kinds = ["float", "ubinary"]
-    told = client.embed(model=MODEL, texts=TEXTS, input_type="search_document", embedding_types=kinds)
-    own = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS}).json()["data"]
-    assert told.embeddings.float_ is not None
-    assert told.embeddings.ubinary is not None
-    assert told.texts == TEXTS
-    for found, bits, each in zip(told.embeddings.float_, told.embeddings.ubinary, own, strict=True):
-        assert found == pytest.approx(each["embedding"], abs=1e-6)
-        assert len(bits) == -(-len(found) // 8)
+    embedded = client.embed(model=MODEL, texts=TEXTS, input_type="search_document", embedding_types=kinds)
+    expected = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS}).json()["data"]
+    assert embedded.embeddings.float_ is not None
+    assert embedded.embeddings.ubinary is not None
+    assert embedded.texts == TEXTS
+    for vector, bits, each in zip(embedded.embeddings.float_, embedded.embeddings.ubinary, expected, strict=True):
+        assert vector == pytest.approx(each["embedding"], abs=1e-6)
+        assert len(bits) == -(-len(vector) // 8)
 
 
-def test_errors_are_the_sdk_s(server: Any) -> None:
+def test_cohere_sdk_raises_typed_errors(server: Any) -> None:
     client = cohere.ClientV2(api_key="none", base_url=server.url)
     with pytest.raises(cohere.BadRequestError, match="documents"):
         client.rerank(model=MODEL, query="x", documents=[])

@@ -24,10 +24,10 @@ def client(url: str) -> InferenceClient:
     return InferenceClient(base_url=url, api_key="none")
 
 
-def test_streamed_and_whole(client: InferenceClient) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "seed": 2, "logprobs": True, "top_logprobs": 2}
-    whole = client.chat_completion(**asked)
-    chunks = list(client.chat_completion(**asked, stream=True, stream_options={"include_usage": True}))
+def test_inference_client_chat_is_same_whole_and_streamed(client: InferenceClient) -> None:
+    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "seed": 2, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat_completion(**options)
+    chunks = list(client.chat_completion(**options, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
         whole.choices[0].message.content
     )
@@ -37,14 +37,14 @@ def test_streamed_and_whole(client: InferenceClient) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "weather"}}])
-def test_tools(client: InferenceClient, choice: object) -> None:
+def test_inference_client_forced_tool_choice_returns_tool_call(client: InferenceClient, choice: object) -> None:
     answer = client.chat_completion(model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice=choice, max_tokens=200)
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
 
 
-def test_json_schema(client: InferenceClient) -> None:
+def test_inference_client_response_format_follows_json_schema(client: InferenceClient) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
     answer = client.chat_completion(model=MODEL, messages=MESSAGES, response_format=form, max_tokens=60)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Rome", "Oslo")
@@ -56,6 +56,6 @@ async def _streamed(url: str) -> str:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-def test_the_async_client(url: str, client: InferenceClient) -> None:
+def test_async_inference_client_streams_same_text(url: str, client: InferenceClient) -> None:
     whole = client.chat_completion(model=MODEL, messages=MESSAGES, max_tokens=12, seed=2)
     assert asyncio.run(_streamed(url)) == whole.choices[0].message.content

@@ -32,33 +32,33 @@ MODES = [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JS
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_an_object(url: str, mode: instructor.Mode) -> None:
+def test_instructor_returns_object_in_each_mode(url: str, mode: instructor.Mode) -> None:
     assert isinstance(client(url, mode).create(response_model=Animal, **ASKED), Animal)
 
 
-def test_json_mode_is_json(url: str, closing: dict[str, int]) -> None:
+def test_instructor_json_mode_returns_object(url: str, closing: dict[str, int]) -> None:
     """In this mode the schema is only in the prompt, which this model does not understand, so any object will do."""
 
     class Anything(BaseModel, extra="allow"):
         pass
 
-    found = client(url, instructor.Mode.JSON).create(response_model=Anything, logit_bias=closing, **ASKED)
-    assert isinstance(found, Anything)
+    answer = client(url, instructor.Mode.JSON).create(response_model=Anything, logit_bias=closing, **ASKED)
+    assert isinstance(answer, Anything)
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA], ids=lambda mode: mode.value)
-def test_an_object_in_parts(url: str, mode: instructor.Mode) -> None:
+def test_instructor_partial_object_ends_as_whole_object(url: str, mode: instructor.Mode) -> None:
     parts = list(client(url, mode).create_partial(response_model=Animal, **ASKED))
     assert len(parts) > 3
     whole = client(url, mode).create(response_model=Animal, **ASKED)
     assert parts[-1].model_dump() == whole.model_dump()
 
 
-def test_one_after_another(url: str) -> None:
+def test_instructor_iterable_yields_objects(url: str) -> None:
     """The schema does not end the list, so the answer may be cut off; complete objects are whole."""
-    found = []
+    animals = []
     for animal in client(url, instructor.Mode.TOOLS).create_iterable(response_model=Animal, **ASKED):
-        found.append(animal)
-        if len(found) == 2:
+        animals.append(animal)
+        if len(animals) == 2:
             break
-    assert all(isinstance(animal, Animal) for animal in found)
+    assert all(isinstance(animal, Animal) for animal in animals)

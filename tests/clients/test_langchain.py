@@ -35,7 +35,7 @@ def chat(url: str, closing: dict[str, int]) -> ChatOpenAI:
 
 @pytest.mark.parametrize("choice", ["any", "weather"])
 @pytest.mark.parametrize("strict", [None, True])
-def test_a_tool_is_called_and_its_result_goes_back(chat: ChatOpenAI, choice: str, strict: bool | None) -> None:
+def test_langchain_tool_call_and_result_round_trip(chat: ChatOpenAI, choice: str, strict: bool | None) -> None:
     bound = chat.bind_tools([weather], tool_choice=choice, parallel_tool_calls=False, strict=strict)
     question = HumanMessage("What is the weather in Rome?")
     answer = bound.invoke([question])
@@ -54,7 +54,7 @@ def test_a_tool_is_called_and_its_result_goes_back(chat: ChatOpenAI, choice: str
     )
 
 
-def test_streamed_calls_are_the_whole_ones(chat: ChatOpenAI) -> None:
+def test_langchain_tool_call_is_same_whole_and_streamed(chat: ChatOpenAI) -> None:
     bound = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
     whole = bound.invoke("Rome?")
     parts = list(bound.stream("Rome?"))
@@ -69,17 +69,19 @@ def test_streamed_calls_are_the_whole_ones(chat: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output(chat: ChatOpenAI, method: Literal["json_schema", "function_calling"]) -> None:
-    found = chat.with_structured_output(Animal, method=method).invoke("Which animal?")
-    assert isinstance(found, Animal)
+def test_langchain_structured_output_returns_model(
+    chat: ChatOpenAI, method: Literal["json_schema", "function_calling"]
+) -> None:
+    answer = chat.with_structured_output(Animal, method=method).invoke("Which animal?")
+    assert isinstance(answer, Animal)
 
 
-def test_structured_output_comes_in_parts(chat: ChatOpenAI) -> None:
+def test_langchain_structured_output_streams_valid_object(chat: ChatOpenAI) -> None:
     parts = list(chat.with_structured_output(Animal.model_json_schema(), method="json_schema").stream("Which?"))
     assert Animal.model_validate(parts[-1])
 
 
-def test_usage_in_a_stream(chat: ChatOpenAI) -> None:
+def test_langchain_stream_usage_equals_whole_usage(chat: ChatOpenAI) -> None:
     short = chat.bind(max_tokens=10)
     whole = short.invoke("Tell me a story.")
     parts = list(short.stream("Tell me a story.", stream_usage=True))
@@ -91,7 +93,7 @@ def test_usage_in_a_stream(chat: ChatOpenAI) -> None:
     assert whole.usage_metadata["output_tokens"] == 10
 
 
-def test_plain_completions(url: str) -> None:
+def test_langchain_completion_is_same_whole_streamed_and_batched(url: str) -> None:
     llm = OpenAI(model=MODEL, base_url=url, api_key="none", max_tokens=12, temperature=0)
     text = llm.invoke("Once upon a time")
     assert text
@@ -99,15 +101,15 @@ def test_plain_completions(url: str) -> None:
     assert llm.batch(["Once upon a time"] * 2) == [text] * 2
 
 
-def test_embeddings(url: str) -> None:
+def test_langchain_embeddings_equal_embeddings_endpoint(url: str) -> None:
     # Otherwise the client sends ids of OpenAI's vocabulary.
     vectors = OpenAIEmbeddings(model=MODEL, base_url=url, api_key="none", check_embedding_ctx_length=False)
     texts = ["The fox sleeps.", "A crow sings in the rain.", "Bread is baked in Rome."]
     data = httpx.post(f"{url}/embeddings", json={"input": texts}).json()["data"]
-    wanted = [each["embedding"] for each in data]
-    assert vectors.embed_documents(texts) == wanted
-    assert vectors.embed_query(texts[1]) == wanted[1]
-    assert vectors.embed_documents(texts, chunk_size=2) == wanted
+    expected = [each["embedding"] for each in data]
+    assert vectors.embed_documents(texts) == expected
+    assert vectors.embed_query(texts[1]) == expected[1]
+    assert vectors.embed_documents(texts, chunk_size=2) == expected
     short = OpenAIEmbeddings(
         model=MODEL, base_url=url, api_key="none", check_embedding_ctx_length=False, dimensions=16
     ).embed_query(texts[0])

@@ -25,7 +25,7 @@ def options(request: pytest.FixtureRequest, url: str, closing: dict[str, int]) -
     return {"model": request.param, "api_base": url, "api_key": "none", "num_retries": 0, **sampling}
 
 
-def test_streamed_and_whole(options: dict[str, Any]) -> None:
+def test_litellm_completion_is_same_whole_and_streamed(options: dict[str, Any]) -> None:
     whole = litellm.completion(messages=MESSAGES, **options | {"max_tokens": 12})
     stream = litellm.completion(
         messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **options | {"max_tokens": 12}
@@ -40,9 +40,9 @@ def test_streamed_and_whole(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools(options: dict[str, Any], stream: bool) -> None:
-    asked = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "stream": stream}
-    answer = litellm.completion(messages=MESSAGES, **asked, **options)
+def test_litellm_required_tool_call_is_valid(options: dict[str, Any], stream: bool) -> None:
+    tool_options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "stream": stream}
+    answer = litellm.completion(messages=MESSAGES, **tool_options, **options)
     answer = litellm.stream_chunk_builder(list(answer)) if stream else answer
     calls = answer.choices[0].message.tool_calls
     assert calls
@@ -50,13 +50,13 @@ def test_tools(options: dict[str, Any], stream: bool) -> None:
     assert json.loads(calls[0].function.arguments)["city"] in ("Rome", "Oslo")
 
 
-def test_json_schema(options: dict[str, Any]) -> None:
+def test_litellm_response_format_follows_json_schema(options: dict[str, Any]) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
     answer = litellm.completion(messages=MESSAGES, response_format=form, **options)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Rome", "Oslo")
 
 
-def test_errors_have_litellms_types(options: dict[str, Any]) -> None:
+def test_litellm_raises_typed_errors(options: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=MESSAGES, **options, temperature=7)
     with pytest.raises(litellm.ContextWindowExceededError):

@@ -47,7 +47,7 @@ def embedding(url: str) -> OpenAILikeEmbedding:
     return OpenAILikeEmbedding(model_name=MODEL, api_base=url, api_key="none", max_retries=0)
 
 
-def test_a_chat_whole_and_streamed(llm: OpenAILike) -> None:
+def test_llama_index_chat_is_same_whole_and_streamed(llm: OpenAILike) -> None:
     talk = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="A story, please.")]
     short = llm.model_copy(update={"max_tokens": 12})
     whole = short.chat(talk)
@@ -57,7 +57,7 @@ def test_a_chat_whole_and_streamed(llm: OpenAILike) -> None:
     assert whole.raw.usage.completion_tokens == 12
 
 
-def test_a_completion(url: str) -> None:
+def test_llama_index_completion_is_same_whole_and_streamed(url: str) -> None:
     llm = OpenAILike(model=MODEL, api_base=url, api_key="none", is_chat_model=False, max_tokens=9, temperature=0)
     assert llm.complete("Once upon a time").text
     assert (
@@ -66,7 +66,7 @@ def test_a_completion(url: str) -> None:
     )
 
 
-def test_a_tool_is_called_and_its_result_goes_back(llm: OpenAILike) -> None:
+def test_llama_index_tool_call_and_result_round_trip(llm: OpenAILike) -> None:
     tool = FunctionTool.from_defaults(weather, fn_schema=Place)
     question = ChatMessage(role="user", content="What is the weather in Rome?")
     answer = llm.chat_with_tools([tool], chat_history=[question], tool_required=True, allow_parallel_tool_calls=False)
@@ -79,15 +79,15 @@ def test_a_tool_is_called_and_its_result_goes_back(llm: OpenAILike) -> None:
     assert short.chat([question, answer.message, back]).message.content
 
 
-def test_vectors_are_the_server_s(embedding: OpenAILikeEmbedding, url: str) -> None:
+def test_llama_index_embeddings_equal_embeddings_endpoint(embedding: OpenAILikeEmbedding, url: str) -> None:
     data = httpx.post(f"{url}/embeddings", json={"input": TEXTS}).json()["data"]
-    wanted = [each["embedding"] for each in data]
-    assert embedding.get_text_embedding_batch(TEXTS) == wanted
-    assert embedding.get_query_embedding(TEXTS[1]) == wanted[1]
+    expected = [each["embedding"] for each in data]
+    assert embedding.get_text_embedding_batch(TEXTS) == expected
+    assert embedding.get_query_embedding(TEXTS[1]) == expected[1]
 
 
-def test_an_index_finds_what_was_asked_for(embedding: OpenAILikeEmbedding) -> None:
+def test_llama_index_retriever_finds_matching_document(embedding: OpenAILikeEmbedding) -> None:
     index = VectorStoreIndex.from_documents([Document(text=text) for text in TEXTS], embed_model=embedding)
-    (found,) = index.as_retriever(similarity_top_k=1).retrieve(TEXTS[2])
-    assert found.text == TEXTS[2]
-    assert found.score == pytest.approx(1.0, abs=1e-5)
+    (node,) = index.as_retriever(similarity_top_k=1).retrieve(TEXTS[2])
+    assert node.text == TEXTS[2]
+    assert node.score == pytest.approx(1.0, abs=1e-5)

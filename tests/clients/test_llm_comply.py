@@ -23,11 +23,11 @@ OURS = {
 
 
 @pytest.mark.parametrize(("form", "least"), [("openai-chat", 6), ("open-responses", 10), ("anthropic", 7)])
-def test_an_api_complies(tmp_path: Path, form: str, least: int) -> None:
+def test_llm_comply_passes_for_each_api(tmp_path: Path, form: str, least: int) -> None:
     command = [str(Path(sys.executable).with_name("llm-comply")), "--format", form, "-m", MODEL, "-k", "none", "--json"]
     with scripted(tmp_path, *TURNS) as url:
-        done = subprocess.run([*command, "-u", f"{url}/v1"], capture_output=True, text=True, timeout=240)
-    results = json.loads(done.stdout)["results"]
+        completed = subprocess.run([*command, "-u", f"{url}/v1"], capture_output=True, text=True, timeout=240)
+    results = json.loads(completed.stdout)["results"]
     failed = {each["id"]: each["errors"] for each in results if each["status"] == "failed" and each["id"] not in OURS}
     assert not failed
     assert sum(each["status"] == "passed" for each in results) >= least

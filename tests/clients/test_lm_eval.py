@@ -67,15 +67,15 @@ for text, choices, _ in questions:
 print(json.dumps(found))
 """
     python = Path(os.environ["QUIRE"]).with_name("python")
-    done = subprocess.run(
+    completed = subprocess.run(
         [python, "-c", script, str(DEMO), json.dumps(QUESTIONS)], capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0, done.stderr
-    return {text: (score, greedy) for text, (score, greedy) in json.loads(done.stdout.splitlines()[-1]).items()}
+    assert completed.returncode == 0, completed.stderr
+    return {text: (score, greedy) for text, (score, greedy) in json.loads(completed.stdout.splitlines()[-1]).items()}
 
 
 @pytest.mark.parametrize(("tokenizer", "batch_size"), [("huggingface", 1), ("huggingface", 4), ("remote", 4)])
-def test_a_task_scores_as_by_transformers(
+def test_lm_eval_logprobs_equal_transformers(
     url: str, by_transformers: dict[str, tuple[float, bool]], tokenizer: str, batch_size: int
 ) -> None:
     model = LocalCompletionsAPI(
@@ -88,15 +88,15 @@ def test_a_task_scores_as_by_transformers(
     )
     results = lm_eval.simple_evaluate(model, tasks=[Stories()], bootstrap_iters=0, log_samples=True)
     assert results is not None
-    right = 0
+    num_correct = 0
     for sample in results["samples"]["stories"]:
         text, choices, answer = QUESTIONS[sample["doc_id"]]
         scores = [float(response[0]) for response in sample["filtered_resps"]]
         greedy = [str(response[1]) == "True" for response in sample["filtered_resps"]]
-        wanted = [by_transformers[text + choice] for choice in choices]
-        assert scores == pytest.approx([score for score, _ in wanted], abs=1e-3)
-        assert greedy == [is_greedy for _, is_greedy in wanted]
-        best = max(range(len(choices)), key=lambda index: wanted[index][0])
+        expected = [by_transformers[text + choice] for choice in choices]
+        assert scores == pytest.approx([score for score, _ in expected], abs=1e-3)
+        assert greedy == [is_greedy for _, is_greedy in expected]
+        best = max(range(len(choices)), key=lambda index: expected[index][0])
         assert (sample["acc"] == 1.0) is (best == answer)
-        right += best == answer
-    assert results["results"]["stories"]["acc,none"] == right / len(QUESTIONS)
+        num_correct += best == answer
+    assert results["results"]["stories"]["acc,none"] == num_correct / len(QUESTIONS)

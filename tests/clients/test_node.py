@@ -19,11 +19,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("node")
     for path in HERE.iterdir():
         shutil.copy(path, folder)
-    done = subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
     return folder
 
 
-def test_the_sdk_for_node(installed: Path, url: str) -> None:
-    done = subprocess.run(["node", "openai.mjs", url], cwd=installed, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+def test_openai_node_sdk_script_passes(installed: Path, url: str) -> None:
+    completed = subprocess.run(["node", "openai.mjs", url], cwd=installed, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr

@@ -26,7 +26,7 @@ def client(server: Any) -> ollama.Client:
     return ollama.Client(host=server.url)
 
 
-def test_a_chat_whole_and_streamed(client: ollama.Client) -> None:
+def test_ollama_chat_is_same_whole_and_streamed(client: ollama.Client) -> None:
     whole = client.chat(MODEL, HELLO, options=GREEDY)
     assert whole.message.content
     assert (whole.done, whole.done_reason, whole.eval_count) == (True, "length", 12)
@@ -35,7 +35,7 @@ def test_a_chat_whole_and_streamed(client: ollama.Client) -> None:
     assert parts[-1].prompt_eval_count == whole.prompt_eval_count
 
 
-def test_a_prompt_and_its_raw_form(client: ollama.Client) -> None:
+def test_ollama_generate_is_same_whole_and_streamed_when_raw(client: ollama.Client) -> None:
     assert client.generate(MODEL, "Once", options=GREEDY).response
     raw = client.generate(MODEL, "Once upon a", raw=True, options=GREEDY).response
     assert (
@@ -44,30 +44,30 @@ def test_a_prompt_and_its_raw_form(client: ollama.Client) -> None:
     )
 
 
-def test_an_answer_that_follows_a_schema(client: ollama.Client) -> None:
+def test_ollama_chat_format_follows_json_schema(client: ollama.Client) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     answer = client.chat(MODEL, HELLO, format=schema, options={"temperature": 0, "num_predict": 60})
     assert (answer.message.content or "").startswith('{"age":')
 
 
-def test_a_function_as_a_tool(client: ollama.Client) -> None:
+def test_ollama_chat_accepts_function_as_tool(client: ollama.Client) -> None:
     answer = client.chat(MODEL, HELLO, tools=[remember], options=GREEDY)
     assert answer.done
 
 
-def test_vectors(client: ollama.Client) -> None:
+def test_ollama_embed_returns_unit_vectors(client: ollama.Client) -> None:
     first, second = client.embed(MODEL, ["a fox", "a crow"]).embeddings
     assert sum(each * each for each in first) == pytest.approx(1.0, abs=1e-4)
     assert len(first) == len(second) == len(client.embeddings(MODEL, "a fox").embedding)
 
 
-def test_what_there_is(client: ollama.Client) -> None:
+def test_ollama_list_ps_and_show_return_model(client: ollama.Client) -> None:
     assert [each.model for each in client.list().models] == [MODEL]
     assert [each.model for each in client.ps().models] == [MODEL]
     assert "completion" in (client.show(MODEL).capabilities or [])
 
 
-def test_errors_are_the_sdk_s(client: ollama.Client) -> None:
+def test_ollama_sdk_raises_response_errors(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as raised:
         client.chat("nope", HELLO)
     assert raised.value.status_code == 404

@@ -60,18 +60,18 @@ def wanted(seeing: tuple[str, str]) -> tuple[str, int]:
     return answer["choices"][0]["message"]["content"], count
 
 
-def test_openai_s_chat_and_responses(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
+def test_openai_sdk_images_reach_model_by_chat_and_responses(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
     url, data = seeing
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     address = f"data:image/png;base64,{data}"
-    shown: Any = [
+    content_parts: Any = [
         {"type": "image_url", "image_url": {"url": address, "detail": "high"}},
         {"type": "text", "text": QUESTION},
     ]
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": shown}], "max_tokens": 8}
-    chat = client.chat.completions.create(**asked, extra_body=GREEDY)
+    options: Any = {"model": MODEL, "messages": [{"role": "user", "content": content_parts}], "max_tokens": 8}
+    chat = client.chat.completions.create(**options, extra_body=GREEDY)
     assert (chat.choices[0].message.content, chat.usage.prompt_tokens) == wanted
-    chunks = client.chat.completions.create(**asked, extra_body=GREEDY, stream=True)
+    chunks = client.chat.completions.create(**options, extra_body=GREEDY, stream=True)
     assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == wanted[0]
     parts: Any = [
         {"type": "input_image", "image_url": address, "detail": "auto"},
@@ -86,14 +86,16 @@ def test_openai_s_chat_and_responses(seeing: tuple[str, str], wanted: tuple[str,
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": broken}])
 
 
-def test_anthropic_s_messages_and_results_of_tools(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
+def test_anthropic_sdk_images_reach_model_in_messages_and_tool_results(
+    seeing: tuple[str, str], wanted: tuple[str, int]
+) -> None:
     url, data = seeing
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     messages: Any = [{"role": "user", "content": [image, {"type": "text", "text": QUESTION}]}]
-    told = client.messages.create(model=MODEL, max_tokens=8, messages=messages, extra_body=GREEDY)
-    count = told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0)
-    assert (told.content[0].text, count) == wanted
+    message = client.messages.create(model=MODEL, max_tokens=8, messages=messages, extra_body=GREEDY)
+    count = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    assert (message.content[0].text, count) == wanted
     assert client.messages.count_tokens(model=MODEL, messages=messages).input_tokens == wanted[1]
     result: Any = [
         {"role": "user", "content": "Look."},
@@ -101,37 +103,41 @@ def test_anthropic_s_messages_and_results_of_tools(seeing: tuple[str, str], want
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [image]}]},
     ]
     tools: Any = [{"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}]
-    seen = client.messages.create(model=MODEL, max_tokens=4, messages=result, tools=tools)
+    with_image = client.messages.create(model=MODEL, max_tokens=4, messages=result, tools=tools)
     result[-1]["content"][0]["content"] = "A fox."
-    blind = client.messages.create(model=MODEL, max_tokens=4, messages=result, tools=tools)
-    counts = [each.usage.input_tokens + (each.usage.cache_read_input_tokens or 0) for each in (seen, blind)]
+    without_image = client.messages.create(model=MODEL, max_tokens=4, messages=result, tools=tools)
+    counts = [
+        each.usage.input_tokens + (each.usage.cache_read_input_tokens or 0) for each in (with_image, without_image)
+    ]
     assert counts[0] > counts[1] + 64
 
 
-def test_langchain_with_either_api(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
+def test_langchain_images_reach_model_by_openai_and_anthropic(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
     url, data = seeing
-    shown = {"type": "image", "source_type": "base64", "data": data, "mime_type": "image/png"}
-    question = HumanMessage([shown, {"type": "text", "text": QUESTION}])
-    ours = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=8, max_retries=0, extra_body=GREEDY)
-    theirs = ChatAnthropic(
+    content_parts = {"type": "image", "source_type": "base64", "data": data, "mime_type": "image/png"}
+    question = HumanMessage([content_parts, {"type": "text", "text": QUESTION}])
+    openai_chat = ChatOpenAI(
+        model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=8, max_retries=0, extra_body=GREEDY
+    )
+    anthropic_chat = ChatAnthropic(
         model=MODEL, base_url=url, api_key="none", max_tokens=8, max_retries=0, model_kwargs={"extra_body": GREEDY}
     )
-    for chat in (ours, theirs):
+    for chat in (openai_chat, anthropic_chat):
         answer = chat.invoke([question])
         assert (answer.text, answer.usage_metadata["input_tokens"]) == wanted
     call = {"name": "look", "args": {}, "id": "c1", "type": "tool_call"}
     talk = [HumanMessage("Look."), AIMessage("", tool_calls=[call])]
     address = f"data:image/png;base64,{data}"
     results = {
-        "openai": (ours, [{"type": "image_url", "image_url": {"url": address}}]),
-        "anthropic": (theirs, [shown]),
+        "openai": (openai_chat, [{"type": "image_url", "image_url": {"url": address}}]),
+        "anthropic": (anthropic_chat, [content_parts]),
     }
     for name, (chat, content) in results.items():
-        told = chat.invoke([*talk, ToolMessage(content, tool_call_id="c1")])
-        assert told.usage_metadata["input_tokens"] > 100, name
+        reply = chat.invoke([*talk, ToolMessage(content, tool_call_id="c1")])
+        assert reply.usage_metadata["input_tokens"] > 100, name
 
 
-def test_ollama_s(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
+def test_ollama_sdk_images_reach_model(seeing: tuple[str, str], wanted: tuple[str, int]) -> None:
     url, data = seeing
     client = ollama.Client(host=url)
     message = {"role": "user", "content": QUESTION, "images": [data]}

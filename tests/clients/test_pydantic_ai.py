@@ -27,13 +27,15 @@ def model(url: str) -> OpenAIChatModel:
 
 
 @pytest.mark.parametrize("output", [ToolOutput(Animal), NativeOutput(Animal)], ids=["tool", "native"])
-def test_an_answer_in_a_type(model: OpenAIChatModel, output: ToolOutput[Animal] | NativeOutput[Animal]) -> None:
+def test_pydantic_ai_output_is_typed_by_tool_and_natively(
+    model: OpenAIChatModel, output: ToolOutput[Animal] | NativeOutput[Animal]
+) -> None:
     result = Agent(model, output_type=output).run_sync("Which animal?")
     assert isinstance(result.output, Animal)
     assert result.usage.output_tokens > 0
 
 
-def test_an_answer_in_a_type_streamed(model: OpenAIChatModel) -> None:
+def test_pydantic_ai_streams_typed_output(model: OpenAIChatModel) -> None:
     async def ask() -> list[Animal]:
         agent = Agent(model, output_type=NativeOutput(Animal))
         async with agent.run_stream("Which animal?") as stream:
@@ -42,7 +44,7 @@ def test_an_answer_in_a_type_streamed(model: OpenAIChatModel) -> None:
     assert isinstance(asyncio.run(ask())[-1], Animal)
 
 
-def test_text_streamed(model: OpenAIChatModel) -> None:
+def test_pydantic_ai_streamed_text_equals_whole_text(model: OpenAIChatModel) -> None:
     async def ask() -> str:
         async with Agent(model).run_stream("A story, please.", model_settings={"max_tokens": 12}) as stream:
             return "".join([part async for part in stream.stream_text(delta=True, debounce_by=None)])
@@ -51,7 +53,7 @@ def test_text_streamed(model: OpenAIChatModel) -> None:
     assert asyncio.run(ask()) == whole.output
 
 
-def test_an_agent_calls_a_tool_and_then_answers(model: OpenAIChatModel) -> None:
+def test_pydantic_ai_agent_calls_tool_and_then_answers(model: OpenAIChatModel) -> None:
     """The model must call something: the tool or the output. The tool exists in the first step only."""
 
     async def at_first(context: RunContext[None], definition: ToolDefinition) -> ToolDefinition | None:

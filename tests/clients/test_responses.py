@@ -33,11 +33,11 @@ def weather(city: Literal["Rome", "Oslo"]) -> str:
     return f"Rain in {city}"
 
 
-def test_a_story_whole_streamed_and_parsed(url: str) -> None:
+def test_responses_sdk_text_is_same_whole_and_streamed_and_parses(url: str) -> None:
     client = OpenAI(base_url=url, api_key="none")
-    asked: dict[str, Any] = {"model": "quire-demo", "input": "A story, please.", "max_output_tokens": 12}
-    whole = client.responses.create(**asked, temperature=0)
-    with client.responses.stream(**asked, temperature=0) as stream:
+    options: dict[str, Any] = {"model": "quire-demo", "input": "A story, please.", "max_output_tokens": 12}
+    whole = client.responses.create(**options, temperature=0)
+    with client.responses.stream(**options, temperature=0) as stream:
         events = list(stream)
     streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     final = events[-1].response
@@ -48,24 +48,29 @@ def test_a_story_whole_streamed_and_parsed(url: str) -> None:
     assert isinstance(parsed.output_parsed, Animal)
 
 
-def test_a_forced_tool_of_a_model_that_knows_none(url: str) -> None:
+def test_responses_sdk_required_tool_choice_returns_function_call(url: str) -> None:
     client = OpenAI(base_url=url, api_key="none")
-    asked: dict[str, Any] = {"model": "quire-demo", "input": "Rome?", "tools": [WEATHER], "tool_choice": "required"}
-    answer = client.responses.create(**asked, max_output_tokens=200, parallel_tool_calls=False)
+    options: dict[str, Any] = {"model": "quire-demo", "input": "Rome?", "tools": [WEATHER], "tool_choice": "required"}
+    answer = client.responses.create(**options, max_output_tokens=200, parallel_tool_calls=False)
     (item,) = answer.output
     assert item.type == "function_call"
     assert item.name == "weather"
 
 
-def test_a_loop_of_tools_hits_the_cache(tmp_path: Path) -> None:
+def test_responses_sdk_tool_loop_hits_prefix_cache(tmp_path: Path) -> None:
     with scripted(tmp_path, *TURNS) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         talk: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
-        asked: dict[str, Any] = {"model": MODEL, "instructions": "Use tools. " * 20, "tools": [WEATHER], "store": False}
-        first = client.responses.create(**asked, input=talk, include=["reasoning.encrypted_content"])
+        options: dict[str, Any] = {
+            "model": MODEL,
+            "instructions": "Use tools. " * 20,
+            "tools": [WEATHER],
+            "store": False,
+        }
+        first = client.responses.create(**options, input=talk, include=["reasoning.encrypted_content"])
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
         talk += [item.model_dump(exclude_none=True) for item in first.output]
         talk.append({"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "Rain"})
-        second = client.responses.create(**asked, input=talk)
+        second = client.responses.create(**options, input=talk)
         assert second.output_text == "It rains."
         usage = second.usage
         assert usage is not None
@@ -73,7 +78,7 @@ def test_a_loop_of_tools_hits_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openai_agents_run_a_tool_loop(tmp_path: Path, streamed: bool) -> None:
+def test_openai_agents_run_tool_loop(tmp_path: Path, streamed: bool) -> None:
     set_tracing_disabled(True)
 
     async def run(url: str) -> Any:

@@ -48,7 +48,7 @@ async def answer(client: httpx.AsyncClient, key: tuple[str, str]) -> Any:
     return response.json()["choices"]
 
 
-async def test_two_hundred(server: Server) -> None:
+async def test_200_lora_adapters_answer_deterministically_across_engine_kill(server: Server) -> None:
     """Equal requests get equal answers, whichever requests run at the same time."""
     rng = random.Random(4)
     names = [f"a{number}" for number in range(ADAPTERS)]
@@ -56,13 +56,13 @@ async def test_two_hundred(server: Server) -> None:
     keys = [(rng.choices(names, zipf)[0], rng.choice(PROMPTS)) for _ in range(REQUESTS - STREAMS)]
     keys += [("quire-demo", rng.choice(PROMPTS)) for _ in range(STREAMS)]
     rng.shuffle(keys)
-    asked, found = iter(keys), {}
+    pending_keys, answers = iter(keys), {}
     counts: Counter[tuple[str, str]] = Counter()
 
     async def user(client: httpx.AsyncClient) -> None:
-        for key in asked:
-            got = await answer(client, key)
-            assert found.setdefault(key, got) == got, key
+        for key in pending_keys:
+            choices = await answer(client, key)
+            assert answers.setdefault(key, choices) == choices, key
             counts[key] += 1
             if counts.total() == REQUESTS // 2:
                 pid = server.engine_pid()
@@ -75,26 +75,26 @@ async def test_two_hundred(server: Server) -> None:
         assert counts.total() == REQUESTS
         assert len({key[0] for key in counts}) > min(ADAPTERS // 2, REQUESTS // 10)
         assert server.metric("quire:engine_deaths_total") == 1
-        for key in rng.sample(sorted(found), 20):
-            assert await answer(client, key) == found[key]
-    first = {key[0]: value[0]["text"] for key, value in found.items() if key[1] == PROMPTS[0]}
+        for key in rng.sample(sorted(answers), 20):
+            assert await answer(client, key) == answers[key]
+    first = {key[0]: value[0]["text"] for key, value in answers.items() if key[1] == PROMPTS[0]}
     assert len(set(first.values())) > len(first) // 2  # the adapters differ, so the texts do
 
 
-async def test_reloaded_while_streams_run(server: Server, tmp_path: Path) -> None:
+async def test_running_request_keeps_lora_weights_when_adapter_is_reloaded(server: Server, tmp_path: Path) -> None:
     """The adapter's name gets other weights, and the engine dies, while the request runs."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     folder = save_adapter(tmp_path / "mine", model, 8, seed=1000)
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-        load = {"lora_name": "mine", "lora_path": str(folder), "load_inplace": True}
-        assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        load_body = {"lora_name": "mine", "lora_path": str(folder), "load_inplace": True}
+        assert (await client.post("/v1/load_lora_adapter", json=load_body)).status_code == 200
         body = {"model": "mine", "prompt": PROMPTS[0], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         before = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
         under_way = asyncio.create_task(client.post("/v1/completions", json=body))
         while not server.metric("vllm:num_requests_running"):  # noqa: ASYNC110, there is no event to wait for
             await asyncio.sleep(0.01)
         save_adapter(folder, model, 8, seed=1001)
-        assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        assert (await client.post("/v1/load_lora_adapter", json=load_body)).status_code == 200
         pid = server.engine_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

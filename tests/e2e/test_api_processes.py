@@ -52,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     server = Server(log, *FLAGS, "--api-server-count", "2", *flags)
     try:
-        await until(lambda: "ready " in log.read_text())
+        await wait_until(lambda: "ready " in log.read_text())
         # Every request opens its own connection, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
@@ -62,7 +62,7 @@ async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.As
         server.process.wait()
 
 
-async def until(holds: Callable[[], bool], seen: Callable[[], object] = str) -> None:
+async def wait_until(holds: Callable[[], bool], seen: Callable[[], object] = str) -> None:
     """Poll `holds` in a thread, because streams are read meanwhile. `seen` is printed on failure."""
     try:
         async with asyncio.timeout(120):
@@ -72,15 +72,15 @@ async def until(holds: Callable[[], bool], seen: Callable[[], object] = str) -> 
         pytest.fail(f"it never came to hold: {seen()}")
 
 
-async def running(server: Server, count: int) -> None:
-    await until(
+async def wait_for_running_requests(server: Server, count: int) -> None:
+    await wait_until(
         lambda: server.metric("vllm:num_requests_running") == count,
         lambda: (server.get("/metrics").text, server.log.read_text()),
     )
 
 
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_tokens_are_those_of_one_process_whatever_engine_dies(
+async def test_api_processes_answer_like_one_process_when_engines_die(
     engines: int, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
     rng = random.Random(1)
@@ -88,8 +88,8 @@ async def test_tokens_are_those_of_one_process_whatever_engine_dies(
 
         async def kill() -> None:
             for kills in range(KILLS):
-                await until(lambda: server.metric("quire:engine_deaths_total") == kills)  # noqa: B023
-                await until(lambda: server.metric("quire:engine_responsive") == engines)
+                await wait_until(lambda: server.metric("quire:engine_deaths_total") == kills)  # noqa: B023
+                await wait_until(lambda: server.metric("quire:engine_responsive") == engines)
                 await asyncio.sleep(rng.uniform(0.2, 1.0))
                 os.kill(server.engine_pids()[0], signal.SIGKILL)
 
@@ -100,9 +100,7 @@ async def test_tokens_are_those_of_one_process_whatever_engine_dies(
         assert server.stop(signal.SIGTERM) == 0
 
 
-async def test_an_api_process_takes_its_own_connections_along_and_no_others(
-    tmp_path: Path, expected: dict[str, Any]
-) -> None:
+async def test_killed_api_process_breaks_only_its_own_connections(tmp_path: Path, expected: dict[str, Any]) -> None:
     async with served(tmp_path / "log") as (server, client):
         before = server.api_pids()
         assert await answer(client, LONG) == expected["long"]
@@ -111,9 +109,9 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
         counted = {await asyncio.to_thread(server.metric, "vllm:request_success_total") for _ in range(LOOKS)}
         assert counted == {1.0}
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
-        await running(server, STREAMS)
+        await wait_for_running_requests(server, STREAMS)
         os.kill(before[0], signal.SIGKILL)
-        await until(lambda: listeners(server.port) == 1)
+        await wait_until(lambda: listeners(server.port) == 1)
         for _ in range(LOOKS):
             assert (await client.get("/v1/models")).status_code == 200, "the other one serves"
         ends = await asyncio.gather(*streams, return_exceptions=True)
@@ -121,24 +119,24 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
         assert all(isinstance(end, httpx.TransportError) for end in lost), lost
         assert 0 < len(lost) < STREAMS, "each had some"
         assert [end for end in ends if not isinstance(end, BaseException)] == [expected["long"]] * (STREAMS - len(lost))
-        await running(server, 0)
+        await wait_for_running_requests(server, 0)
 
-        await until(lambda: len(server.api_pids()) == 2)
+        await wait_until(lambda: len(server.api_pids()) == 2)
         (new,) = set(server.api_pids()) - set(before)
-        await until(lambda: listens(new))
+        await wait_until(lambda: listens(new))
         os.kill(before[1], signal.SIGSTOP)
         streams = [asyncio.create_task(answer(client, KINDS["greedy"])) for _ in range(STREAMS)]
         done, _ = await asyncio.wait(streams, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         assert all(task.result() == expected["greedy"] for task in done), "the new one serves too"
         os.kill(before[1], signal.SIGCONT)
         assert await asyncio.gather(*streams) == [expected["greedy"]] * STREAMS
-        found = server.metric("vllm:request_success_total")
-        assert found == 1 + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
+        success_count = server.metric("vllm:request_success_total")
+        assert success_count == 1 + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_an_api_process_that_hangs_is_killed_and_replaced(tmp_path: Path, expected: dict[str, Any]) -> None:
+async def test_hanging_api_process_is_killed_and_replaced(tmp_path: Path, expected: dict[str, Any]) -> None:
     async with served(tmp_path / "log") as (server, client):
         before = server.api_pids()
         os.kill(before[0], signal.SIGSTOP)
@@ -150,9 +148,9 @@ async def test_an_api_process_that_hangs_is_killed_and_replaced(tmp_path: Path, 
         assert [end for end in ends if not isinstance(end, BaseException)] == [expected["greedy"]] * (
             STREAMS - len(lost)
         )
-        await until(lambda: len(server.api_pids()) == 2 and before[0] not in server.api_pids())
+        await wait_until(lambda: len(server.api_pids()) == 2 and before[0] not in server.api_pids())
         (new,) = set(server.api_pids()) - set(before)
-        await until(lambda: listens(new))
+        await wait_until(lambda: listens(new))
         assert await answer(client, KINDS["greedy"]) == expected["greedy"]
         assert "sent no heartbeat for " in (tmp_path / "log").read_text()
 
@@ -183,22 +181,22 @@ def listens(pid: int) -> bool:
     return any(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
 
 
-async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) -> None:
+async def test_every_api_process_sees_and_controls_all_requests(tmp_path: Path) -> None:
     async with served(tmp_path / "log") as (server, client):
-        named = {"X-Request-Id": "mine"}
-        asked = asyncio.create_task(client.post(COMPLETIONS, json=LONG | {"max_tokens": 2000}, headers=named))
-        await running(server, 1)
+        headers = {"X-Request-Id": "mine"}
+        pending = asyncio.create_task(client.post(COMPLETIONS, json=LONG | {"max_tokens": 2000}, headers=headers))
+        await wait_for_running_requests(server, 1)
         for _ in range(6):
-            found = (await client.get("/v1/requests/mine/explain")).json()
-            assert found["state"] == "open", found
+            explanation = (await client.get("/v1/requests/mine/explain")).json()
+            assert explanation["state"] == "open", explanation
         for _ in range(6):
             listed = (await client.get("/v1/engine/requests")).json()
             assert listed["tenants"][0]["open"] == 1
-        gone = await client.delete(f"/v1/requests/{found['id']}")
-        assert gone.json().get("sequences") == 1, gone.text
-        choice = (await asked).json()["choices"][0]
+        deleted = await client.delete(f"/v1/requests/{explanation['id']}")
+        assert deleted.json().get("sequences") == 1, deleted.text
+        choice = (await pending).json()["choices"][0]
         assert choice["finish_reason"] == "abort"
-        assert (await client.delete(f"/v1/requests/{found['id']}")).status_code == 404
+        assert (await client.delete(f"/v1/requests/{explanation['id']}")).status_code == 404
 
         for level in (1, 2):
             assert (await client.post("/sleep", params={"level": level})).json()["is_sleeping"]
@@ -209,9 +207,9 @@ async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) 
         fingerprints = set()
         await client.post("/update_weights", json={"path": str(DEMO_MODEL), "version": "next"})
         for _ in range(LOOKS):
-            answered = (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 1})).json()
-            assert answered["weights_version"] == "next"
-            fingerprints.add(answered["system_fingerprint"])
+            completion = (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 1})).json()
+            assert completion["weights_version"] == "next"
+            fingerprints.add(completion["system_fingerprint"])
         assert len(fingerprints) == 1
         group = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2}
         refused = await client.post("/init_weights_group", json=group)
@@ -220,18 +218,18 @@ async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_nothing_outlives_the_command(tmp_path: Path) -> None:
+async def test_no_child_process_outlives_killed_server(tmp_path: Path) -> None:
     async with served(tmp_path / "log") as (server, _):
         pids = [*server.api_pids(), *server.engine_pids()]
         assert len(pids) == 3
         server.process.kill()
-        await until(lambda: all(ended(pid) for pid in pids))
+        await wait_until(lambda: all(ended(pid) for pid in pids))
 
 
-async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any]) -> None:
+async def test_api_processes_drain_running_streams_on_sigterm(tmp_path: Path, expected: dict[str, Any]) -> None:
     async with served(tmp_path / "log", "--shutdown-timeout", "200") as (server, client):
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
-        await running(server, STREAMS)
+        await wait_for_running_requests(server, STREAMS)
         server.process.send_signal(signal.SIGTERM)
         assert await asyncio.gather(*streams) == [expected["long"]] * STREAMS
         assert await asyncio.to_thread(server.process.wait, 60) == 0
@@ -246,12 +244,14 @@ async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any])
         ({}, Path("/tmp/x"), "--models"),
     ],
 )
-def test_what_each_would_know_a_part_of_is_refused(options: dict[str, Any], models: Path | None, flag: str) -> None:
+def test_settings_with_per_process_state_reject_several_api_processes(
+    options: dict[str, Any], models: Path | None, flag: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{flag} needs --api-server-count 1, not 2"):
         check_multi_process_settings(ServerConfig(api_server_count=2, **options), models)
 
 
-def test_keys_with_limits_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_api_key_file_with_rate_limits_rejects_several_api_processes(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     config = ServerConfig(api_server_count=2, api_key_file=keys)
     keys.write_text('[alice]\nkey = "a"\n[bob]\nkey = "b"\nweight = 2.0\n')
@@ -261,9 +261,9 @@ def test_keys_with_limits_of_their_own_are_refused(tmp_path: Path) -> None:
         check_multi_process_settings(config, None)
 
 
-def test_why_an_api_process_cannot_start_is_said_once() -> None:
+def test_start_error_of_api_processes_is_printed_once() -> None:
     quire = Path(sys.executable).with_name("quire")
     command = [str(quire), "serve", "--api-server-count", "2", "--port", "0", "--ssl-certfile", "/none.pem"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
-    assert ended.stderr == "quire serve: ssl_certfile: cannot read /none.pem: No such file or directory\n"
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 1
+    assert completed.stderr == "quire serve: ssl_certfile: cannot read /none.pem: No such file or directory\n"

@@ -40,33 +40,33 @@ def begin(url: str, count: int) -> str:
     """Create a batch of `count` lines; return its id."""
     content = "\n".join(json.dumps(line(number)) for number in range(count))
     file = httpx.post(f"{url}/v1/files", files={"file": ("in.jsonl", content), "purpose": (None, "batch")}).json()
-    made = httpx.post(
+    batch = httpx.post(
         f"{url}/v1/batches", json={"input_file_id": file["id"], "endpoint": "/v1/chat/completions"}
     ).json()
-    return str(made["id"])
+    return str(batch["id"])
 
 
 def state(url: str, id: str) -> dict[str, Any]:
     with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as http:  # the asked process may be ending
-        found: dict[str, Any] = http.get(f"{url}/v1/batches/{id}").json()
-    return found
+        batch: dict[str, Any] = http.get(f"{url}/v1/batches/{id}").json()
+    return batch
 
 
 def results(url: str, id: str) -> dict[str, Any]:
     """Wait until the batch has completed; return each line's choices or error by custom_id, which must occur once."""
     deadline = time.monotonic() + 240
-    while (now := state(url, id))["status"] not in ENDED:
-        assert time.monotonic() < deadline, now
+    while (batch := state(url, id))["status"] not in ENDED:
+        assert time.monotonic() < deadline, batch
         time.sleep(0.1)
-    assert now["status"] == "completed"
-    found: dict[str, Any] = {}
+    assert batch["status"] == "completed"
+    results_by_id: dict[str, Any] = {}
     for name in ("output_file_id", "error_file_id"):
-        for each in httpx.get(f"{url}/v1/files/{now[name]}/content").text.splitlines():
+        for each in httpx.get(f"{url}/v1/files/{batch[name]}/content").text.splitlines():
             result = json.loads(each)
-            assert result["custom_id"] not in found
+            assert result["custom_id"] not in results_by_id
             body = result["response"]["body"]
-            found[result["custom_id"]] = body.get("choices") or body["error"]["param"]
-    return found
+            results_by_id[result["custom_id"]] = body.get("choices") or body["error"]["param"]
+    return results_by_id
 
 
 def kill_all(server: Server) -> None:
@@ -83,7 +83,7 @@ def kill_all(server: Server) -> None:
 @pytest.mark.parametrize(("count", "kills"), [(120, 3), pytest.param(2000, 6, marks=pytest.mark.slow)])
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_request_has_one_result_whatever_is_killed(count: int, kills: int, tmp_path: Path) -> None:
+def test_batch_has_one_unchanged_result_per_line_after_process_kills(count: int, kills: int, tmp_path: Path) -> None:
     rng = random.Random(count)
     flags = [*SMALL, "--data-dir"]
     whole = Server(tmp_path / "whole.log", *flags, str(tmp_path / "whole"))

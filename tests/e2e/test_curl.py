@@ -21,11 +21,13 @@ RETRY = ["--retry", "120", "--retry-delay", "1", "--retry-all-errors"]
 
 def curl(server: Server, answer: Path, body: dict[str, Any], key: str) -> subprocess.Popen[bytes]:
     """Start curl; its answer is in the file when it ends."""
-    url, given = f"{server.url}/v1/completions", ["-d", json.dumps(body), "-H", "Content-Type: application/json"]
-    return subprocess.Popen(["curl", "-sSfN", *RETRY, url, *given, "-H", f"Idempotency-Key: {key}", "-o", str(answer)])
+    url, request_args = f"{server.url}/v1/completions", ["-d", json.dumps(body), "-H", "Content-Type: application/json"]
+    return subprocess.Popen(
+        ["curl", "-sSfN", *RETRY, url, *request_args, "-H", f"Idempotency-Key: {key}", "-o", str(answer)]
+    )
 
 
-def until_it_generates(server: Server, curl: subprocess.Popen[bytes]) -> None:
+def wait_until_generating(server: Server, curl: subprocess.Popen[bytes]) -> None:
     while server.metric("vllm:generation_tokens_total") < 20:
         assert curl.poll() is None, "too fast for this test"
         time.sleep(0.02)
@@ -35,7 +37,7 @@ def until_it_generates(server: Server, curl: subprocess.Popen[bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 @pytest.mark.parametrize("stream", [False, True])
-def test_curl_gets_the_answer_that_had_begun(stream: bool, tmp_path: Path) -> None:
+def test_curl_retry_resumes_answer_with_idempotency_key_after_kills(stream: bool, tmp_path: Path) -> None:
     """The request has no seed, so another answer would be another text."""
     long = ["--max-model-len", "2048"]  # otherwise an answer may end before the kill on a busy machine
     flags = [*SMALL, *long, "--data-dir", str(tmp_path / "data")]
@@ -43,12 +45,12 @@ def test_curl_gets_the_answer_that_had_begun(stream: bool, tmp_path: Path) -> No
     first, second, seeded = (tmp_path / name for name in ("first", "second", "seeded"))
     server = Server(tmp_path / "0.log", *flags)
     try:
-        cut = curl(server, first, body, "key")
+        interrupted = curl(server, first, body, "key")
         for number in (1, 2):
-            until_it_generates(server, cut)
+            wait_until_generating(server, interrupted)
             kill_all(server)
             server = Server(tmp_path / f"{number}.log", *flags, port=server.port)
-        assert cut.wait(60) == 0
+        assert interrupted.wait(60) == 0
         assert curl(server, second, body, "key").wait(60) == 0
         assert server.metric("quire:streams_resumed_total") >= 2, "neither of the two began anew"
         assert curl(server, seeded, body | {"seed": 1}, "another").wait(60) == 0

@@ -45,56 +45,56 @@ def check_sums(found: Any) -> None:
     assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], abs=0.1)
 
 
-async def test_a_lone_request(server: Server) -> None:
+async def test_explain_reports_phases_chunks_and_cached_tokens_of_one_request(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         name, seconds = await complete(client, prompt=list(range(10, 210)), max_tokens=50)
-        found = await explain(client, name)
-        check_sums(found)
-        assert found["wall_ms"] <= seconds * 1000
-        (own,) = found["sequences"]
-        assert [(each["first_token"], each["tokens"]) for each in own["chunks"]] == [
+        explanation = await explain(client, name)
+        check_sums(explanation)
+        assert explanation["wall_ms"] <= seconds * 1000
+        (sequence,) = explanation["sequences"]
+        assert [(each["first_token"], each["tokens"]) for each in sequence["chunks"]] == [
             (0, 64),
             (64, 64),
             (128, 64),
             (192, 8),
         ]
-        assert (own["prompt_tokens"], own["cached_tokens"], own["output_tokens"]) == (200, 0, 50)
-        assert [(each["steps"], each["mates"]) for each in own["batches"]] == [(53, [])]
-        assert own["first_token_ms"] < found["wall_ms"]
+        assert (sequence["prompt_tokens"], sequence["cached_tokens"], sequence["output_tokens"]) == (200, 0, 50)
+        assert [(each["steps"], each["mates"]) for each in sequence["batches"]] == [(53, [])]
+        assert sequence["first_token_ms"] < explanation["wall_ms"]
         latest = (await client.get("/v1/engine/requests", params={"limit": 1})).json()["data"]
         assert [(each["id"], each["prompt_tokens"], each["output_tokens"]) for each in latest] == [(name, 200, 50)]
-        assert latest[0]["phases_ms"] == found["phases_ms"]
+        assert latest[0]["phases_ms"] == explanation["phases_ms"]
         repeated, _ = await complete(client, prompt=list(range(10, 210)), max_tokens=2)
-        (own,) = (await explain(client, repeated))["sequences"]
-        assert own["cached_tokens"] == 192
-        assert [(each["first_token"], each["tokens"]) for each in own["chunks"]] == [(192, 8)]
+        (sequence,) = (await explain(client, repeated))["sequences"]
+        assert sequence["cached_tokens"] == 192
+        assert [(each["first_token"], each["tokens"]) for each in sequence["chunks"]] == [(192, 8)]
 
 
-async def test_mates_queues_and_preemptions(server: Server) -> None:
+async def test_explain_reports_batch_mates_and_preemptions(server: Server) -> None:
     """40 blocks hold 640 tokens and 5 requests need 150 output tokens each, so some wait and some are preempted."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         done = await asyncio.gather(
             *(complete(client, prompt=list(range(20 + i, 60 + i)), max_tokens=150) for i in range(5))
         )
         names = [name for name, _ in done]
-        all_found = [await explain(client, name) for name in names]
+        explanations = [await explain(client, name) for name in names]
     accompanied = 0
-    for found in all_found:
-        check_sums(found)
-        (own,) = found["sequences"]
-        assert own["output_tokens"] == 150
-        mates = {mate.rsplit("-", 1)[0] for batch in own["batches"] for mate in batch["mates"]}
-        assert mates <= set(names) - {found["id"]}
+    for explanation in explanations:
+        check_sums(explanation)
+        (sequence,) = explanation["sequences"]
+        assert sequence["output_tokens"] == 150
+        mates = {mate.rsplit("-", 1)[0] for batch in sequence["batches"] for mate in batch["mates"]}
+        assert mates <= set(names) - {explanation["id"]}
         accompanied += bool(mates)
     assert accompanied > 1  # the last one may have waited until all others had ended
-    sequences = [found["sequences"][0] for found in all_found]
-    assert server.metric("vllm:num_preemptions_total") == sum(own["preemptions"] for own in sequences) > 0
-    for own in sequences:
-        assert ("preempted" in own["phases_ms"]) == (own["preemptions"] > 0)
+    sequences = [explanation["sequences"][0] for explanation in explanations]
+    assert server.metric("vllm:num_preemptions_total") == sum(sequence["preemptions"] for sequence in sequences) > 0
+    for sequence in sequences:
+        assert ("preempted" in sequence["phases_ms"]) == (sequence["preemptions"] > 0)
 
 
 @pytest.mark.slow
-async def test_an_explanation_covers_the_restart_of_an_engine(server: Server) -> None:
+async def test_explain_reports_replay_and_recovering_phase_after_engine_kill(server: Server) -> None:
     """The pool has room for little more than one sequence, so four take long enough to be killed meanwhile."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         asking = asyncio.create_task(complete(client, prompt="Once", max_tokens=450, n=4))
@@ -103,9 +103,9 @@ async def test_an_explanation_covers_the_restart_of_an_engine(server: Server) ->
             await asyncio.sleep(0.01)
         os.kill(server.engine_pid(), signal.SIGKILL)
         name, _ = await asking
-        found = await explain(client, name)
-    check_sums(found)
-    assert [own["output_tokens"] for own in found["sequences"]] == [450] * 4
-    assert max(own["replays"] for own in found["sequences"]) == 1
-    assert found["phases_ms"]["recovering"] > 0
-    assert {each["engine"] for own in found["sequences"] for each in own["batches"]} >= {1}
+        explanation = await explain(client, name)
+    check_sums(explanation)
+    assert [sequence["output_tokens"] for sequence in explanation["sequences"]] == [450] * 4
+    assert max(sequence["replays"] for sequence in explanation["sequences"]) == 1
+    assert explanation["phases_ms"]["recovering"] > 0
+    assert {each["engine"] for sequence in explanation["sequences"] for each in sequence["batches"]} >= {1}

@@ -18,7 +18,7 @@ from tests.e2e.server import free_port
 pytestmark = pytest.mark.slow
 
 
-def test_uvicorn_runs_the_application_factory() -> None:
+def test_uvicorn_serves_create_app_factory() -> None:
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "--factory", "quire.server.asgi:create_app", "--port", str(port)]
     env = os.environ | {"QUIRE_NUM_KV_BLOCKS": "64", "QUIRE_SERVED_MODEL_NAME": "tales"}
@@ -41,7 +41,7 @@ def test_uvicorn_runs_the_application_factory() -> None:
         process.kill()
 
 
-def test_several_api_processes_are_for_quire_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_app_rejects_several_api_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_SERVER_COUNT", "2")
     with pytest.raises(ConfigError, match="api_server_count: is for `quire serve`"):
         create_app()

@@ -39,9 +39,9 @@ async def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Answers of a server without speculative decoding, by kind."""
     server = Server(tmp_path_factory.mktemp("expected") / "log", *FLAGS)
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        found = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+        answers = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
     assert server.stop() == 0
-    return found
+    return answers
 
 
 async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
@@ -60,7 +60,7 @@ async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
     return ready_ones
 
 
-async def test_no_stream_notices_that_engines_die(server: Server, expected: dict[str, Any]) -> None:
+async def test_answers_are_unchanged_when_engines_are_killed(server: Server, expected: dict[str, Any]) -> None:
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as client:
         killer = asyncio.create_task(kill_engines(server, random.Random(1), KILLS))
@@ -69,23 +69,23 @@ async def test_no_stream_notices_that_engines_die(server: Server, expected: dict
     assert server.metric("quire:quarantined_requests_total") == 0
 
 
-async def test_states_of_layers_are_computed_again(tmp_path: Path) -> None:
+async def test_recurrent_states_are_recomputed_after_engine_kills(tmp_path: Path) -> None:
     """A model with short convolutions, whose states die with the engine; rejected drafts make it restore states."""
     model = ("--model", str(hybrid(tmp_path, "lfm2")), "--max-model-len", "400", *FLAGS)
     plain = Server(tmp_path / "plain", *model, "--no-enable-prefix-caching")
     async with httpx.AsyncClient(base_url=plain.url, timeout=240) as client:
-        wanted = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+        plain_answers = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
     assert plain.stop() == 0
     server = Server(tmp_path / "log", *model, "--speculative-config", "ngram")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         killer = asyncio.create_task(kill_engines(server, random.Random(2), 4))
-        await ask_until(killer, client, wanted, 24)
+        await ask_until(killer, client, plain_answers, 24)
     assert server.metric("quire:engine_deaths_total") >= killer.result() > 0
     assert server.metric("quire:state_bytes") > 0
     assert server.stop() == 0
 
 
-async def test_no_stream_notices_that_engines_die_where_a_class_of_transformers_computes(tmp_path: Path) -> None:
+async def test_answers_of_transformers_backend_survive_engine_kills(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", *FLAGS, "--model-impl", "transformers")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
@@ -96,7 +96,7 @@ async def test_no_stream_notices_that_engines_die_where_a_class_of_transformers_
     assert "transformers' LlamaForCausalLM computes it" in (tmp_path / "log").read_text()
 
 
-async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:
+async def test_server_survives_engine_kills_during_startup_and_drain(tmp_path: Path) -> None:
     """Before the first engine is ready, it is killed as often as would end the start if the engine failed by itself.
     Then it is killed while requests of all kinds drain.
     """

@@ -109,15 +109,15 @@ def places() -> list[Place]:
     """Every field of every body in the OpenAPI description, nested ones included, and one unknown field per route."""
     described = make_app(FakeEngine(hashed(b"abc "))).openapi()
     schemas = described["components"]["schemas"]
-    found: list[Place] = []
+    body_places: list[Place] = []
     for route, operations in described["paths"].items():
         if route in WAITS or "post" not in operations or "requestBody" not in operations["post"] or "{" in route:
             continue
         (content,) = operations["post"]["requestBody"]["content"].values()
         paths = dict.fromkeys(fields(content["schema"], schemas, (), ()))
-        found += [Place(route, path) for path in paths if path and path[-1][0] not in SWITCHES]
-        found.append(Place(route, (("unknown", "{}"),)))
-    return found
+        body_places += [Place(route, path) for path in paths if path and path[-1][0] not in SWITCHES]
+        body_places.append(Place(route, (("unknown", "{}"),)))
+    return body_places
 
 
 def fields(schema: Any, schemas: Schemas, path: tuple[Step, ...], seen: tuple[str, ...]) -> list[tuple[Step, ...]]:
@@ -127,32 +127,32 @@ def fields(schema: Any, schemas: Schemas, path: tuple[Step, ...], seen: tuple[st
         return [path]
     if name:
         return fields(schemas[name], schemas, path, (*seen, name))
-    found = [path]
+    paths = [path]
     for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found += fields(each, schemas, path, seen)
+        paths += fields(each, schemas, path, seen)
     for field, inner in schema.get("properties", {}).items():
-        beside = {name: value for name, value in least(schema, schemas).items() if name != field}
-        found += fields(inner, schemas, (*path, (field, json.dumps(beside))), seen)
+        beside = {name: value for name, value in smallest_value(schema, schemas).items() if name != field}
+        paths += fields(inner, schemas, (*path, (field, json.dumps(beside))), seen)
     if schema.get("type") == "object" and not schema.get("properties"):
-        found.append((*path, ("any", "{}")))
+        paths.append((*path, ("any", "{}")))
     if isinstance(schema.get("items"), dict) and path:
-        found += fields(schema["items"], schemas, (*path, (0, "")), seen)
-    return found
+        paths += fields(schema["items"], schemas, (*path, (0, "")), seen)
+    return paths
 
 
-def least(schema: Any, schemas: Schemas) -> Any:
+def smallest_value(schema: Any, schemas: Schemas) -> Any:
     """Return a small value that a schema allows."""
     if "$ref" in schema:
-        return least(schemas[schema["$ref"].rpartition("/")[2]], schemas)
+        return smallest_value(schemas[schema["$ref"].rpartition("/")[2]], schemas)
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            return least(schema[union][0], schemas)
+            return smallest_value(schema[union][0], schemas)
     if "const" in schema or "enum" in schema:
         return schema.get("const", schema.get("enum", [None])[0])
     if schema.get("type") == "object":
         own = schema.get("properties", {})
         needed = {name for name, each in own.items() if "const" in each} | {*schema.get("required", ())}
-        return {name: least(own[name], schemas) for name in own if name in needed}
+        return {name: smallest_value(own[name], schemas) for name in own if name in needed}
     return {"string": "a", "integer": 1, "number": 1, "boolean": True, "array": []}.get(schema.get("type", ""))
 
 
@@ -178,7 +178,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     place=st.sampled_from(places()), kind=st.sampled_from(sorted(VALUES)), size=sizes, callers=st.sampled_from([1, 6])
 )
 @pytest.mark.timeout(3600)
-def test_no_body_is_noticed_by_others(watched: Watched, place: Place, kind: str, size: int, callers: int) -> None:
+def test_fuzzed_bodies_do_not_affect_other_clients(
+    watched: Watched, place: Place, kind: str, size: int, callers: int
+) -> None:
     body = place.body(value_of(kind, size))
     attack = Attack(f"{place.route} {place.path}: {kind} of {size}", place.route, lambda: body, ALLOWED)
     sent = TENANTS[:callers]

@@ -25,28 +25,37 @@ CALLERS = 64
 TOOLS = [{"type": "function", "function": {"name": f"f{i}", "description": "d" * 10_000}} for i in range(1000)]
 
 
-def asked(size: int, **fields: Any) -> dict[str, Any]:
+def large_response_body(size: int, **fields: Any) -> dict[str, Any]:
     """A Responses body whose answer repeats a tool description of `size` characters."""
     tool = {"type": "function", "name": "f", "description": "d" * size}
     return {"input": "Hi", "tools": [tool], "tool_choice": "none", "max_output_tokens": 50, **fields}
 
 
-def chat(**fields: Any) -> dict[str, Any]:
+def chat_body(**fields: Any) -> dict[str, Any]:
     return {"messages": ASKED, "stream": True, "max_tokens": 50, **fields}
 
 
 HELD = [
-    Attack("a response that repeats 14 MB", RESPONSES, lambda: asked(14_000_000, stream=True)),
-    Attack("a response, streamed", RESPONSES, lambda: asked(900_000, stream=True), (200,)),
-    Attack("one in the background", RESPONSES, lambda: asked(900_000, background=True), (200,)),
+    Attack("a response that repeats 14 MB", RESPONSES, lambda: large_response_body(14_000_000, stream=True)),
+    Attack("a response, streamed", RESPONSES, lambda: large_response_body(900_000, stream=True), (200,)),
+    Attack("one in the background", RESPONSES, lambda: large_response_body(900_000, background=True), (200,)),
     *slow(
-        Attack("a response", RESPONSES, lambda: asked(900_000), (200,)),
-        Attack("one in the background that repeats 14 MB", RESPONSES, lambda: asked(14_000_000, background=True)),
+        Attack("a response", RESPONSES, lambda: large_response_body(900_000), (200,)),
         Attack(
-            "one in the background, streamed", RESPONSES, lambda: asked(900_000, background=True, stream=True), (200,)
+            "one in the background that repeats 14 MB",
+            RESPONSES,
+            lambda: large_response_body(14_000_000, background=True),
         ),
-        Attack("a chat with tools that it may not call", CHAT, lambda: chat(tools=TOOLS, tool_choice="none"), (200,)),
-        Attack("a message", "/v1/messages", lambda: chat(metadata={"user_id": "u" * 9_000_000}), (200,)),
+        Attack(
+            "one in the background, streamed",
+            RESPONSES,
+            lambda: large_response_body(900_000, background=True, stream=True),
+            (200,),
+        ),
+        Attack(
+            "a chat with tools that it may not call", CHAT, lambda: chat_body(tools=TOOLS, tool_choice="none"), (200,)
+        ),
+        Attack("a message", "/v1/messages", lambda: chat_body(metadata={"user_id": "u" * 9_000_000}), (200,)),
         Attack(
             "a completion of some of the tokens",
             COMPLETIONS,
@@ -69,7 +78,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 @asynccontextmanager
-async def unread(server: Watched, path: str, body: bytes, key: str) -> AsyncIterator[int]:
+async def open_unread_response(server: Watched, path: str, body: bytes, key: str) -> AsyncIterator[int]:
     """Send a request and yield its status; the rest of the answer stays unread until the block ends."""
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -90,28 +99,28 @@ async def unread(server: Watched, path: str, body: bytes, key: str) -> AsyncIter
 
 
 @pytest.mark.parametrize("attack", HELD, ids=lambda attack: attack.name)
-def test_many_large_bodies_whose_answers_wait(watched: Watched, attack: Attack) -> None:
+def test_unread_answers_to_large_bodies_keep_memory_bounded(watched: Watched, attack: Attack) -> None:
     body, before = encoded(attack), watched.peak()
-    statuses = asyncio.run(held_open(watched, attack, body))
+    statuses = asyncio.run(hold_answers_open(watched, attack, body))
     assert watched.peak() - before < MAX_GROWTH
-    (wanted,) = attack.statuses
-    assert wanted in statuses
-    assert statuses <= {wanted, 408, 503}
+    (expected_status,) = attack.statuses
+    assert expected_status in statuses
+    assert statuses <= {expected_status, 408, 503}
     deadline = time.monotonic() + 60
     headers = {"Content-Type": "application/json"}
     with watched.client(TENANTS[0]) as http:
-        while (answer := http.post(attack.path, content=body, headers=headers)).status_code != wanted:
+        while (answer := http.post(attack.path, content=body, headers=headers)).status_code != expected_status:
             assert time.monotonic() < deadline, f"what was held is not given back: {answer.text}"
             time.sleep(0.2)
 
 
-async def held_open(server: Watched, attack: Attack, body: bytes) -> set[int]:
+async def hold_answers_open(server: Watched, attack: Attack, body: bytes) -> set[int]:
     done, enough, answered = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(0)
     others = asyncio.create_task(honest(server, done))
     statuses: list[int] = []
 
     async def one(key: str) -> None:
-        async with unread(server, attack.path, body, key) as status:
+        async with open_unread_response(server, attack.path, body, key) as status:
             statuses.append(status)
             answered.release()
             await enough.wait()
@@ -132,14 +141,14 @@ async def held_open(server: Watched, attack: Attack, body: bytes) -> set[int]:
     return set(statuses)
 
 
-def test_a_conversation_that_grows_holds_nobody_up(watched: Watched) -> None:
+def test_growing_conversation_does_not_block_event_loop(watched: Watched) -> None:
     before, began = watched.peak(), time.monotonic()
-    asyncio.run(grown(watched))
+    asyncio.run(grow_conversation(watched))
     assert watched.peak() - before < MAX_GROWTH
     assert watched.longest_block(began) < MAX_BLOCK
 
 
-async def grown(server: Watched) -> None:
+async def grow_conversation(server: Watched) -> None:
     """Add five messages of 10,000 empty parts until the conversation is full, then read it."""
     done = asyncio.Event()
     others = asyncio.create_task(honest(server, done))

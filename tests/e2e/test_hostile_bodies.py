@@ -28,7 +28,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 @pytest.mark.parametrize("callers", [16, *slow(1)])
 @pytest.mark.parametrize("attack", TRIED, ids=lambda attack: attack.name)
-def test_nobody_else_notices(watched: Watched, attack: Attack, callers: int) -> None:
+def test_hostile_body_does_not_affect_other_clients(watched: Watched, attack: Attack, callers: int) -> None:
     keys = [TENANTS[i % (len(TENANTS) - 1)] for i in range(callers)]
-    refused = {408, 503} if callers > 1 else set()
-    unnoticed(watched, lambda: asyncio.run(attacked(watched, attack, keys)), {*attack.statuses} | refused)
+    overload_statuses = {408, 503} if callers > 1 else set()
+    unnoticed(watched, lambda: asyncio.run(attacked(watched, attack, keys)), {*attack.statuses} | overload_statuses)

@@ -47,8 +47,8 @@ def ask(client: openai.OpenAI, seed: int, **options: Any) -> Any:
 
 
 def ids_of(answer: Any) -> list[int]:
-    found: list[int] = answer.choices[0].token_ids
-    return found
+    token_ids: list[int] = answer.choices[0].token_ids
+    return token_ids
 
 
 @pytest.fixture(scope="module")
@@ -61,46 +61,44 @@ def wanted(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         server.stop()
 
 
-def test_an_engine_that_is_killed_is_given_the_pixels_again(
-    path: Path, wanted: dict[int, list[int]], tmp_path: Path
-) -> None:
+def test_image_answer_continues_after_engine_kill(path: Path, wanted: dict[int, list[int]], tmp_path: Path) -> None:
     server = Server(tmp_path / "log", str(path), *OPTIONS)
     try:
-        found, killed = list[int](), False
+        token_ids, killed = list[int](), False
         for chunk in ask(client_of(server), 1, max_tokens=400, stream=True):
-            found += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
-            if found and not killed:
+            token_ids += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
+            if token_ids and not killed:
                 (engine,) = server.engine_pids()
                 os.kill(engine, signal.SIGKILL)
                 killed = True
-        assert found == wanted[1]
+        assert token_ids == wanted[1]
         assert server.metric("quire:engine_deaths_total") == 1
     finally:
         server.stop()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
-def test_so_it_is_with_every_mechanism(name: str, tmp_path: Path) -> None:
+def test_image_answer_continues_after_engine_kill_in_each_family(name: str, tmp_path: Path) -> None:
     """The families cover bidirectional image tokens, row-wise image tokens, mRoPE, and deepstack features."""
     server = Server(tmp_path / "log", str(save_family(tmp_path / "model", name)), *OPTIONS)
     try:
         client = client_of(server)
-        seen = {"properties": {"seen": {"type": "boolean"}}, "required": ["seen"]}
-        schema = {"type": "object", **seen, "additionalProperties": False}
+        schema_fields = {"properties": {"seen": {"type": "boolean"}}, "required": ["seen"]}
+        schema = {"type": "object", **schema_fields, "additionalProperties": False}
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         answer = ask(client, 3, response_format=form, max_tokens=200)
         assert isinstance(json.loads(answer.choices[0].message.content)["seen"], bool)
         several = ask(client, 3, n=2, logprobs=True)
         assert several.choices[0].token_ids == several.choices[1].token_ids
-        wanted, found, killed = ask(client, 1, max_tokens=300), list[int](), False
-        assert wanted.usage.prompt_tokens > 40
+        expected, token_ids, killed = ask(client, 1, max_tokens=300), list[int](), False
+        assert expected.usage.prompt_tokens > 40
         for chunk in ask(client, 1, max_tokens=300, stream=True):
-            found += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
-            if found and not killed:
+            token_ids += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
+            if token_ids and not killed:
                 (engine,) = server.engine_pids()
                 os.kill(engine, signal.SIGKILL)
                 killed = True
-        assert found == ids_of(wanted)
+        assert token_ids == ids_of(expected)
         assert server.metric("quire:engine_deaths_total") == 1
     finally:
         server.stop()
@@ -117,7 +115,7 @@ def test_so_it_is_with_every_mechanism(name: str, tmp_path: Path) -> None:
     ],
     ids=["processes", "drafts", "chunks", "stages", "ranks"],
 )
-def test_answers_are_the_same(
+def test_image_answers_equal_single_process_under_parallel_options(
     path: Path, wanted: dict[int, list[int]], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     server = Server(tmp_path / "log", str(path), *OPTIONS, *options)
@@ -130,31 +128,29 @@ def test_answers_are_the_same(
 
 
 @needs_proc
-def test_a_server_that_is_killed_goes_on_with_its_pictures(
-    path: Path, wanted: dict[int, list[int]], tmp_path: Path
-) -> None:
+def test_image_stream_resumes_after_server_kill(path: Path, wanted: dict[int, list[int]], tmp_path: Path) -> None:
     """--data-dir keeps the stream's request."""
     flags = (*OPTIONS, "--data-dir", str(tmp_path / "data"))
     body = {"model": "tiny", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
     stream = body | {"messages": messages_of(1), "stream": True}
     server = Server(tmp_path / "first.log", str(path), *flags)
     try:
-        events, last = read(server.url, stream, "", 4)
+        events, last = read_events(server.url, stream, "", 4)
     finally:
         kill_all(server)
     server = Server(tmp_path / "second.log", str(path), *flags)
     try:
         while last.rpartition(".")[2] == "0":  # until the stream ends
-            more, last = read(server.url, stream, last, 10_000)
+            more, last = read_events(server.url, stream, last, 10_000)
             events += more
-        told = [json.loads(each) for each in events if each != "[DONE]"]
-        ids = [token for each in told for choice in each["choices"] for token in choice.get("token_ids") or ()]
+        chunks = [json.loads(each) for each in events if each != "[DONE]"]
+        ids = [token for each in chunks for choice in each["choices"] for token in choice.get("token_ids") or ()]
         assert ids == wanted[1]
     finally:
         server.stop()
 
 
-def batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
+def create_batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
     """Create a batch of these bodies; return its id."""
     lines = [
         {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
@@ -165,7 +161,7 @@ def batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
     return str(httpx.post(f"{url}/v1/batches", json={"input_file_id": file["id"], "endpoint": endpoint}).json()["id"])
 
 
-def answers_of(url: str, id: str) -> dict[int, Any]:
+def batch_answers(url: str, id: str) -> dict[int, Any]:
     """Wait until the batch has completed; return the answer or error body of each line by its number."""
     while (now := state(url, id))["status"] not in ENDED:
         time.sleep(0.1)
@@ -189,7 +185,7 @@ def told(answer: Any) -> Any:
 
 @needs_proc
 @pytest.mark.parametrize("endpoint", [CHAT, "/v1/responses", "/v1/embeddings"])
-def test_a_batch_of_pictures_goes_on_behind_a_kill(endpoint: str, path: Path, tmp_path: Path) -> None:
+def test_image_batch_continues_after_server_kill(endpoint: str, path: Path, tmp_path: Path) -> None:
     """Answers equal those of single requests bit for bit; a line with a broken image has its error."""
     flags, model = [*OPTIONS, "--data-dir", str(tmp_path / "data"), "--max-num-seqs", "8"], path
     if endpoint == "/v1/embeddings":
@@ -205,31 +201,33 @@ def test_a_batch_of_pictures_goes_on_behind_a_kill(endpoint: str, path: Path, tm
         elif endpoint == "/v1/embeddings":
             bodies.append({"messages": messages})
         else:
-            shown = [
+            image_parts = [
                 {"type": "input_image", "image_url": part["image_url"]["url"]}
                 for part in messages[0]["content"]
                 if part["type"] == "image_url"
             ]
-            given = [{"role": "user", "content": [*shown, {"type": "input_text", "text": "What?"}]}]
-            bodies.append({"input": given, **greedy, "max_output_tokens": 60})
+            input_items = [{"role": "user", "content": [*image_parts, {"type": "input_text", "text": "What?"}]}]
+            bodies.append({"input": input_items, **greedy, "max_output_tokens": 60})
     server = Server(tmp_path / "first.log", str(model), *flags)
     try:
-        wanted = [told(httpx.post(server.url + endpoint, json=body, timeout=60).json()) for body in bodies]
-        id = batch(server.url, endpoint, bodies)
+        expected = [told(httpx.post(server.url + endpoint, json=body, timeout=60).json()) for body in bodies]
+        id = create_batch(server.url, endpoint, bodies)
         while not 0 < state(server.url, id)["request_counts"]["completed"] < 24:
             time.sleep(0.01)
     finally:
         kill_all(server)
     server = Server(tmp_path / "second.log", str(model), *flags)
     try:
-        found = answers_of(server.url, id)
-        assert [told(found[number]) for number in range(24)] == wanted
-        assert isinstance(wanted[7], str)
+        answers = batch_answers(server.url, id)
+        assert [told(answers[number]) for number in range(24)] == expected
+        assert isinstance(expected[7], str)
     finally:
         server.stop()
 
 
-def test_several_models_of_which_one_reads_images(path: Path, wanted: dict[int, list[int]], tmp_path: Path) -> None:
+def test_multi_model_server_routes_images_to_vision_models(
+    path: Path, wanted: dict[int, list[int]], tmp_path: Path
+) -> None:
     """The memory lease of requests has room for images, whichever model was loaded first."""
     other = save_family(tmp_path / "model", "qwen3_vl")
     file = tmp_path / "models.toml"
@@ -242,10 +240,10 @@ def test_several_models_of_which_one_reads_images(path: Path, wanted: dict[int, 
         client = client_of(server)
         assert ids_of(ask(client, 1, max_tokens=40)) == wanted[1][:40]
         extra = {"ignore_eos": True, "return_token_ids": True}
-        asked: dict[str, Any] = {"messages": messages_of(1), "max_tokens": 9, "extra_body": extra}
-        assert len(ids_of(client.chat.completions.create(model="other", **asked))) == 9
+        fields: dict[str, Any] = {"messages": messages_of(1), "max_tokens": 9, "extra_body": extra}
+        assert len(ids_of(client.chat.completions.create(model="other", **fields))) == 9
         with pytest.raises(openai.BadRequestError, match="this model does not accept images"):
-            client.chat.completions.create(model="demo", **asked)
+            client.chat.completions.create(model="demo", **fields)
         assert ids_of(ask(client, 5, max_tokens=40)) == wanted[5][:40]
     finally:
         server.stop()
@@ -255,9 +253,9 @@ def messages_of(seed: int) -> list[dict[str, Any]]:
     return asking(data_url(file_of(picture(seed, 120, 90))), data_url(file_of(picture(seed + 1, 60, 60))))
 
 
-def read(url: str, body: dict[str, Any], last: str, most: int) -> tuple[list[str], str]:
+def read_events(url: str, body: dict[str, Any], last: str, most: int) -> tuple[list[str], str]:
     """Read at most `most` events of a stream after the event `last`; return them and the id of the last one."""
-    found: list[str] = []
+    events: list[str] = []
     headers = {"Last-Event-ID": last} if last else {}
     with httpx.stream("POST", f"{url}{CHAT}", json=body, headers=headers, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
@@ -266,7 +264,7 @@ def read(url: str, body: dict[str, Any], last: str, most: int) -> tuple[list[str
             if kind == "id":
                 last = value
             elif kind == "data":
-                found.append(value)
-                if len(found) == most:
+                events.append(value)
+                if len(events) == most:
                     break
-    return found, last
+    return events, last

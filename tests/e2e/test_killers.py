@@ -30,16 +30,18 @@ def killer(way: str, tokens: int = 0) -> dict[str, Any]:
     return {"prompt": "The wolf", "temperature": 1.0, "seed": SEEDS[way], "min_tokens": tokens, "max_tokens": 60}
 
 
-async def beside(server: Server, client: httpx.AsyncClient, others: int, *bodies: dict[str, Any]) -> list[Any]:
+async def post_among_others(
+    server: Server, client: httpx.AsyncClient, others: int, *bodies: dict[str, Any]
+) -> list[Any]:
     """Post `bodies` while other requests run; the answers to these must equal those without disturbance."""
     kinds = [list(KINDS)[number % len(KINDS)] for number in range(others)]
     expected = {kind: await answer(client, KINDS[kind]) for kind in dict.fromkeys(kinds)}
     running = [asyncio.create_task(answer(client, KINDS[kind])) for kind in kinds]
     while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110, there is no event to wait for
         await asyncio.sleep(0.01)
-    found = await asyncio.gather(*[client.post(COMPLETIONS, json=body) for body in bodies])
+    responses = await asyncio.gather(*[client.post(COMPLETIONS, json=body) for body in bodies])
     assert await asyncio.gather(*running) == [expected[kind] for kind in kinds]
-    return found
+    return responses
 
 
 def client_of(server: Server) -> httpx.AsyncClient:
@@ -47,10 +49,10 @@ def client_of(server: Server) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_a_request_that_kills_the_engine_among_64(replicas: int, tmp_path: Path) -> None:
+async def test_request_that_segfaults_engine_is_quarantined_among_64(replicas: int, tmp_path: Path) -> None:
     server = Server(tmp_path / "log", *FLAGS, f"--data-parallel-size={replicas}", env=ENV)
     async with client_of(server) as client:
-        (response,) = await beside(server, client, 63, killer("segfault", tokens=3))
+        (response,) = await post_among_others(server, client, 63, killer("segfault", tokens=3))
     assert response.status_code == 500, response.text
     assert response.headers.get("x-should-retry") == "false", response.text
     error = {"message": MESSAGE, "type": "server_error", "param": None, "code": "request_quarantined"}
@@ -74,10 +76,10 @@ async def test_a_request_that_kills_the_engine_among_64(replicas: int, tmp_path:
         ("silence", r"sent no heartbeat for \d+ s"),
     ],
 )
-async def test_requests_that_raise_hang_or_freeze_the_engine(tmp_path: Path, way: str, how: str) -> None:
+async def test_request_that_raises_or_hangs_engine_is_quarantined(tmp_path: Path, way: str, how: str) -> None:
     server = Server(tmp_path / "log", *FLAGS, env=ENV)
     async with client_of(server) as client:
-        (response,) = await beside(server, client, 5, killer(way))
+        (response,) = await post_among_others(server, client, 5, killer(way))
     assert response.json()["error"]["code"] == "request_quarantined"
     deaths = server.metric("quire:engine_deaths_total")
     assert server.metric("quire:quarantined_requests_total") == 1
@@ -88,7 +90,7 @@ async def test_requests_that_raise_hang_or_freeze_the_engine(tmp_path: Path, way
         assert "RuntimeError: a bug in the engine" in log, "its last words"
 
 
-async def test_two_such_requests_one_streaming_one_by_openais_sdk(tmp_path: Path) -> None:
+async def test_quarantine_error_reaches_stream_and_openai_sdk(tmp_path: Path) -> None:
     """The stream keeps the chunks before the error, the SDK does not retry, and all choices of the request fail
     together.
     """

@@ -41,11 +41,11 @@ def ask(server: Server, key: str, **body: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def cached(answer: dict[str, Any]) -> int:
+def num_cached_tokens(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def wait_for_pages(folder: Path, count: int) -> None:
+def wait_for_block_files(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 60
     while sum(len(each.name) == 32 and each.is_file() for each in folder.rglob("*")) < count:
         assert time.monotonic() < deadline, "the pages were not written"
@@ -60,28 +60,28 @@ def kill_engine(server: Server) -> None:
         time.sleep(0.02)
 
 
-def test_a_dead_engine_s_pages_are_there_for_their_key_alone(server: Server, folder: Path) -> None:
+def test_disk_tier_blocks_survive_engine_kill_for_same_api_key_only(server: Server, folder: Path) -> None:
     first = ask(server, "one")
-    wait_for_pages(folder, 12)
+    wait_for_block_files(folder, 12)
     kill_engine(server)
-    assert cached(ask(server, "two")) == 0
+    assert num_cached_tokens(ask(server, "two")) == 0
     again = ask(server, "one")
-    assert cached(again) == 192
+    assert num_cached_tokens(again) == 192
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     headers = {"Authorization": "Bearer one"}
-    told = httpx.get(f"{server.url}/v1/requests/{again['id']}/explain", headers=headers).json()
-    (fetched,) = told["sequences"][0]["fetched"]
-    assert (fetched["tier"], fetched["tokens"]) == ("disk", 192)
+    explanation = httpx.get(f"{server.url}/v1/requests/{again['id']}/explain", headers=headers).json()
+    (tier_load,) = explanation["sequences"][0]["fetched"]
+    assert (tier_load["tier"], tier_load["tokens"]) == ("disk", 192)
     lines = httpx.get(f"{server.url}/metrics", headers=headers).text.splitlines()
     (hits,) = [line for line in lines if line.startswith("quire:kv_tier_hit_tokens_total{")]
     assert 'tier="disk"' in hits
     assert hits.endswith(" 192.0")
 
 
-def test_a_stream_goes_on_over_a_killed_engine_with_pages_from_the_disk(server: Server, folder: Path) -> None:
-    wanted = ask(server, "one", max_tokens=300)["choices"][0]["token_ids"]
-    wait_for_pages(folder, 31)
-    got: list[int] = []
+def test_stream_continues_after_engine_kill_with_disk_tier(server: Server, folder: Path) -> None:
+    expected = ask(server, "one", max_tokens=300)["choices"][0]["token_ids"]
+    wait_for_block_files(folder, 31)
+    actual: list[int] = []
     body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 300, "return_token_ids": True}
     headers = {"Authorization": "Bearer one"}
     with httpx.stream(
@@ -91,21 +91,21 @@ def test_a_stream_goes_on_over_a_killed_engine_with_pages_from_the_disk(server: 
             if not line.startswith("data: {"):
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                before = len(got)
-                got += choice.get("token_ids") or []
-                if before < 40 <= len(got):
+                before = len(actual)
+                actual += choice.get("token_ids") or []
+                if before < 40 <= len(actual):
                     kill_engine(server)
-    assert got == wanted
+    assert actual == expected
 
 
 @pytest.mark.slow
-def test_a_restart_finds_the_pages(tmp_path: Path) -> None:
+def test_restarted_server_loads_blocks_from_disk_tier(tmp_path: Path) -> None:
     answers, folder = [], tmp_path / "pages"
     for _ in range(2):
         server = Server(tmp_path / "log", *SMALL, "--kv-offload-dir", str(folder))
         answers.append(ask(server, "one"))
-        wait_for_pages(folder, 12)
+        wait_for_block_files(folder, 12)
         assert server.stop() == 0
-    assert [cached(each) for each in answers] == [0, 192]
+    assert [num_cached_tokens(each) for each in answers] == [0, 192]
     ids = [each["choices"][0]["token_ids"] for each in answers]
     assert ids[0] == ids[1]

@@ -42,16 +42,16 @@ def scrape(server: Server) -> dict[str, float]:
     """Every sample by name, summed over its labels, without buckets; and `name:label` for samples that a label
     distinguishes.
     """
-    found: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
             if sample.name.endswith(("_bucket", "_created")):
                 continue
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
             for label in ("finished_reason", "source", "reason"):
                 if label in sample.labels:
-                    found[f"{sample.name}:{sample.labels[label]}"] = sample.value
-    return found
+                    samples[f"{sample.name}:{sample.labels[label]}"] = sample.value
+    return samples
 
 
 def body(index: int, tokens: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def stream(client: httpx.AsyncClient, tokens: int) -> None:
 
 
 @pytest.mark.slow
-async def test_every_metric_moves_as_it_should(server: Server) -> None:
+async def test_metrics_count_requests_preemptions_and_engine_death(server: Server) -> None:
     seen = {name for name in scrape(server) if not name.startswith("quire:")}
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         await stream(client, tokens=10)
@@ -150,12 +150,12 @@ def guessing(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_guesses_are_counted(guessing: Server) -> None:
-    asked = {"prompt": "Once", "max_tokens": 60, "allowed_token_ids": [40]}
-    answer = httpx.post(f"{guessing.url}/v1/completions", json=asked, timeout=60).json()
+def test_draft_token_metrics_equal_explain_counts(guessing: Server) -> None:
+    request_body = {"prompt": "Once", "max_tokens": 60, "allowed_token_ids": [40]}
+    answer = httpx.post(f"{guessing.url}/v1/completions", json=request_body, timeout=60).json()
     names = ("drafts", "draft_tokens", "accepted_tokens")
-    drafts, guessed, right = (guessing.metric(f"vllm:spec_decode_num_{name}_total") for name in names)
-    assert 0 < drafts < right <= guessed
-    assert guessing.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == right
-    (explained,) = guessing.get(f"/v1/requests/{answer['id']}/explain").json()["sequences"]
-    assert (explained["draft_tokens"], explained["accepted_draft_tokens"]) == (guessed, right)
+    drafts, drafted, accepted = (guessing.metric(f"vllm:spec_decode_num_{name}_total") for name in names)
+    assert 0 < drafts < accepted <= drafted
+    assert guessing.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
+    (sequence,) = guessing.get(f"/v1/requests/{answer['id']}/explain").json()["sequences"]
+    assert (sequence["draft_tokens"], sequence["accepted_draft_tokens"]) == (drafted, accepted)

@@ -73,27 +73,27 @@ def client(server: Server, key: str = "admin") -> httpx.AsyncClient:
 
 
 def body(name: str, seed: int = 0, tokens: int = 8) -> dict[str, Any]:
-    given = {"model": name, "prompt": [5, 6, 7 + seed], "max_tokens": tokens, "seed": seed, "ignore_eos": True}
-    return given | {"return_token_ids": True}
+    fields = {"model": name, "prompt": [5, 6, 7 + seed], "max_tokens": tokens, "seed": seed, "ignore_eos": True}
+    return fields | {"return_token_ids": True}
 
 
-async def ids(http: httpx.AsyncClient, name: str, seed: int = 0, tokens: int = 8) -> list[int]:
+async def complete_token_ids(http: httpx.AsyncClient, name: str, seed: int = 0, tokens: int = 8) -> list[int]:
     answer = await http.post("/v1/completions", json=body(name, seed, tokens))
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == name
-    found = answer.json()["choices"][0]["token_ids"]
-    assert len(found) == tokens
-    return list(found)
+    token_ids = answer.json()["choices"][0]["token_ids"]
+    assert len(token_ids) == tokens
+    return list(token_ids)
 
 
-async def states(http: httpx.AsyncClient) -> dict[str, str]:
+async def model_states(http: httpx.AsyncClient) -> dict[str, str]:
     return {card["id"]: card["state"] for card in (await http.get("/v1/models")).json()["data"]}
 
 
-async def test_models_are_loaded_when_asked_for_and_two_at_most_are_awake(server: Server) -> None:
+async def test_models_load_on_request_and_at_most_two_are_awake(server: Server) -> None:
     async with client(server) as http, client(server, "wrong") as stranger:
         assert (await stranger.post("/v1/completions", json=body("double"))).status_code == 401
-        assert await states(http) == {
+        assert await model_states(http) == {
             "stories": "awake",
             "double": "unloaded",
             "twice": "unloaded",
@@ -102,15 +102,15 @@ async def test_models_are_loaded_when_asked_for_and_two_at_most_are_awake(server
             "gone": "unloaded",
         }
         for name in (*NAMES, *NAMES, "twice"):
-            await ids(http, name)
-            now = await states(http)
+            await complete_token_ids(http, name)
+            now = await model_states(http)
             assert now[name] == "awake"
             assert sum(now[name] == "awake" for name in NAMES) <= 2
         gone = await http.post("/v1/completions", json=body("gone"))
         assert (gone.status_code, "cannot be loaded" in gone.text) == (503, True)
         huge = await http.post("/v1/completions", json=body("huge"))
         assert (huge.status_code, "needs 2.26 GiB awake" in huge.text) == (503, True), huge.text
-        assert sum(state == "awake" for state in (await states(http)).values()) > 0  # no model was evicted for it
+        assert sum(state == "awake" for state in (await model_states(http)).values()) > 0  # no model was evicted for it
         error = (await http.post("/v1/completions", json=body("none"))).json()["error"]
         assert (error["code"], error["param"]) == ("model_not_found", "model")
         assert (await http.post("/v1/completions", content=b"{")).status_code == 400
@@ -119,18 +119,18 @@ async def test_models_are_loaded_when_asked_for_and_two_at_most_are_awake(server
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).json()["model"] == "stories"
 
 
-async def test_streams_of_all_go_on_in_turns_with_the_tokens_that_each_has_alone(server: Server) -> None:
+async def test_concurrent_models_generate_same_tokens_as_alone(server: Server) -> None:
     async with client(server) as http:
-        asked = [(name, seed) for seed in range(2) for name in NAMES]
-        alone = [await ids(http, name, seed, LONG) for name, seed in asked]
-        assert await asyncio.gather(*[ids(http, name, seed, LONG) for name, seed in asked]) == alone
+        requests = [(name, seed) for seed in range(2) for name in NAMES]
+        alone = [await complete_token_ids(http, name, seed, LONG) for name, seed in requests]
+        assert await asyncio.gather(*[complete_token_ids(http, name, seed, LONG) for name, seed in requests]) == alone
 
 
-async def test_what_names_no_model_is_found_where_it_is(server: Server) -> None:
+async def test_requests_without_model_name_reach_right_model(server: Server) -> None:
     async with client(server) as http:
-        given = {"model": "double", "input": "Hello", "max_output_tokens": 16, "store": True}
-        made = (await http.post("/v1/responses", json=given)).json()
-        assert (await http.get(f"/v1/responses/{made['id']}")).json()["id"] == made["id"]
+        response_body = {"model": "double", "input": "Hello", "max_output_tokens": 16, "store": True}
+        response = (await http.post("/v1/responses", json=response_body)).json()
+        assert (await http.get(f"/v1/responses/{response['id']}")).json()["id"] == response["id"]
         assert (await http.get("/v1/responses/resp_none")).status_code == 404
         assert (await http.get("/v1/models/tiny")).json()["id"] == "tiny"
         assert (await http.get("/health")).status_code == 200
@@ -140,40 +140,40 @@ async def test_what_names_no_model_is_found_where_it_is(server: Server) -> None:
         assert {each.labels["model_name"] for each in samples} >= {"stories", "double"}
 
 
-async def test_a_keys_limits_count_for_all_models_together(server: Server) -> None:
+async def test_api_key_rate_limit_counts_all_models_together(server: Server) -> None:
     async with client(server, "slow") as http:
-        await ids(http, "stories")
-        await ids(http, "tiny")
+        await complete_token_ids(http, "stories")
+        await complete_token_ids(http, "tiny")
         for name in NAMES:
             assert (await http.post("/v1/completions", json=body(name))).status_code == 429
 
 
-async def test_a_model_is_added_and_forgotten_while_the_server_runs(server: Server, tmp_path: Path) -> None:
+async def test_admin_adds_and_forgets_model_at_runtime(server: Server, tmp_path: Path) -> None:
     more = {"model": str(save_tiny_model(tmp_path / "more", "qwen3")), "skip_tokenizer_init": True}
     async with client(server) as http, client(server, "key") as user:
 
-        async def told(path: str, given: dict[str, Any]) -> tuple[int, str]:
+        async def post_json(path: str, given: dict[str, Any]) -> tuple[int, str]:
             answer = await http.post(path, json=given)
             return answer.status_code, answer.text
 
         assert (await user.post("/v1/models/load", json={"model": "more", "settings": more})).status_code == 403
         for wrong in ({"model": "tiny", "settings": more}, {"model": "more", "settings": {"model": "nowhere/to"}}):
-            assert (await told("/v1/models/load", wrong))[0] == 400
-        assert "more" not in await states(http)
-        assert await told("/v1/models/load", {"model": "more", "settings": more}) == (
+            assert (await post_json("/v1/models/load", wrong))[0] == 400
+        assert "more" not in await model_states(http)
+        assert await post_json("/v1/models/load", {"model": "more", "settings": more}) == (
             200,
             '{"model":"more","state":"awake"}',
         )
-        kept = json.loads((server.log.parent / "data" / "models.json").read_bytes())
-        assert kept == {"more": more}
-        assert len(await ids(user, "more")) == 8
-        assert (await told("/v1/models/unload", {"model": "tiny", "forget": True}))[0] == 400
-        assert (await told("/v1/models/unload", {"model": "more", "forget": True}))[0] == 200
+        stored_models = json.loads((server.log.parent / "data" / "models.json").read_bytes())
+        assert stored_models == {"more": more}
+        assert len(await complete_token_ids(user, "more")) == 8
+        assert (await post_json("/v1/models/unload", {"model": "tiny", "forget": True}))[0] == 400
+        assert (await post_json("/v1/models/unload", {"model": "more", "forget": True}))[0] == 200
         assert (await user.post("/v1/completions", json=body("more"))).status_code == 404
         assert json.loads((server.log.parent / "data" / "models.json").read_bytes()) == {}
 
 
-def test_added_models_are_there_at_the_next_start(tmp_path: Path) -> None:
+def test_added_models_are_loaded_at_next_start(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text(f'[one]\nmodel = "{DEMO_MODEL}"\n')
     fleet = read_models_file(tmp_path / "models.toml", {})
     before = AddedModels(fleet, tmp_path)
@@ -186,12 +186,12 @@ def test_added_models_are_there_at_the_next_start(tmp_path: Path) -> None:
     assert AddedModels(fleet, tmp_path).load_entries() == []
 
 
-async def test_operators_sleep_wake_unload_and_load(server: Server) -> None:
+async def test_admin_sleeps_unloads_and_loads_model(server: Server) -> None:
     async with client(server) as http, client(server, "key") as user:
-        await ids(http, "double")
+        await complete_token_ids(http, "double")
         assert (await http.post("/sleep?model=double")).json()["is_sleeping"]
-        assert (await states(http))["double"] == "sleeping"
-        await ids(user, "double")
+        assert (await model_states(http))["double"] == "sleeping"
+        await complete_token_ids(user, "double")
         for path in ("/v1/models/unload", "/v1/models/load", "/sleep?model=double"):
             assert (await user.post(path, json={"model": "double"})).status_code == 403
         assert (await http.post("/v1/models/unload", json={"model": "double"})).json()["state"] == "unloaded"
@@ -200,14 +200,14 @@ async def test_operators_sleep_wake_unload_and_load(server: Server) -> None:
         for name in NAMES:
             await http.post("/v1/models/unload", json={"model": name})
         assert (await http.get("/v1/responses/resp_none")).status_code == 404
-        assert set((await states(http)).values()) == {"unloaded"}
-        await ids(user, "stories")
+        assert set((await model_states(http)).values()) == {"unloaded"}
+        await complete_token_ids(user, "stories")
 
 
-async def test_who_asks_while_a_model_is_unloaded_is_told_to_come_again(server: Server) -> None:
+async def test_requests_during_unload_return_200_or_503_with_retry_after(server: Server) -> None:
     texts = {"model": "double", "prompt": "the fox and the crow " * 500}
     async with client(server) as http:
-        await ids(http, "double")
+        await complete_token_ids(http, "double")
         over = asyncio.Event()
 
         async def user(path: str, asked: dict[str, Any]) -> list[httpx.Response]:
@@ -218,25 +218,25 @@ async def test_who_asks_while_a_model_is_unloaded_is_told_to_come_again(server: 
 
         users = [user("/v1/completions", body("double", seed, 40)) for seed in range(8)]
         users += [user("/tokenize", texts) for _ in range(4)]
-        asking = [asyncio.create_task(each) for each in users]
+        tasks = [asyncio.create_task(each) for each in users]
         for _ in range(3):
             await asyncio.sleep(0.5)
             assert (await http.post("/v1/models/unload", json={"model": "double"})).status_code == 200
-            await ids(http, "double")
+            await complete_token_ids(http, "double")
         over.set()
-        answers = [each for answers in await asyncio.gather(*asking) for each in answers]
+        answers = [each for answers in await asyncio.gather(*tasks) for each in answers]
         assert {each.status_code for each in answers} <= {200, 503}, [each.text for each in answers]
-        refused = [each for each in answers if each.status_code == 503]
-        assert refused
-        assert all("Retry-After" in each.headers for each in refused)
+        rejections = [each for each in answers if each.status_code == 503]
+        assert rejections
+        assert all("Retry-After" in each.headers for each in rejections)
         assert "could not be restarted" not in server.log.read_text()
 
 
 @pytest.mark.slow
-async def test_a_killed_engine_costs_no_token(server: Server) -> None:
+async def test_answer_is_unchanged_after_engine_kill(server: Server) -> None:
     async with client(server) as http:
-        alone = await ids(http, "stories", 1, LONGER)
-        again = asyncio.create_task(ids(http, "stories", 1, LONGER))
+        alone = await complete_token_ids(http, "stories", 1, LONGER)
+        again = asyncio.create_task(complete_token_ids(http, "stories", 1, LONGER))
         await asyncio.sleep(0.3)
         pid = server.engine_pid()
         assert pid is not None
@@ -244,15 +244,15 @@ async def test_a_killed_engine_costs_no_token(server: Server) -> None:
         assert await again == alone
 
 
-async def test_who_leaves_while_a_model_loads_leaves_nothing_behind(server: Server) -> None:
+async def test_client_timeout_during_model_load_leaves_model_usable(server: Server) -> None:
     async with client(server) as http:
         await http.post("/v1/models/unload", json={"model": "tiny"})
         with pytest.raises(httpx.ReadTimeout):
             await http.post("/v1/completions", json=body("tiny", 0, 8), timeout=0.05)
-        assert await ids(http, "tiny")
+        assert await complete_token_ids(http, "tiny")
 
 
-def test_the_models_are_in_the_file_or_on_the_command_line(tmp_path: Path) -> None:
+def test_serve_rejects_model_with_models_file_and_empty_file(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text("")
     server = Server(tmp_path / "log", DEMO_MODEL, "--models", str(file), wait=False)

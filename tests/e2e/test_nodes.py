@@ -73,15 +73,15 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Callable[..., Machines]]:
-    made: list[Machines] = []
+    started: list[Machines] = []
 
     def start(ranks: int = 2) -> Machines:
-        made.append(Machines(tmp_path, ranks))
-        made[-1].server.wait()
-        return made[-1]
+        started.append(Machines(tmp_path, ranks))
+        started[-1].server.wait()
+        return started[-1]
 
     yield start
-    for each in made:
+    for each in started:
         each.end()
 
 
@@ -104,22 +104,24 @@ def kill_engine(made: Machines) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, *slow(4)])
-async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machines: Callable[..., Machines]) -> None:
-    made = await asyncio.to_thread(machines, ranks)
-    server, rng = made.server, random.Random(ranks)
+async def test_answers_are_unchanged_when_processes_of_either_node_die(
+    ranks: int, machines: Callable[..., Machines]
+) -> None:
+    cluster = await asyncio.to_thread(machines, ranks)
+    server, rng = cluster.server, random.Random(ranks)
     ways = [kill_rank, kill_command, kill_engine]
     async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
         expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
 
         def ready() -> bool:
-            return server.healthy() and bool(ranks_of(made.marks[1])) and bool(server.engine_pids())
+            return server.healthy() and bool(ranks_of(cluster.marks[1])) and bool(server.engine_pids())
 
         async def kill() -> None:
             for way in ways[:KILLS]:
                 await asyncio.to_thread(wait_until, ready, "no engine came after it")
                 await asyncio.sleep(rng.uniform(0.2, 1.0))
                 deaths = server.metric("quire:engine_deaths_total")
-                await asyncio.to_thread(way, made)
+                await asyncio.to_thread(way, cluster)
                 more = lambda before=deaths: server.metric("quire:engine_deaths_total") > before  # noqa: E731
                 await asyncio.to_thread(wait_until, more, "the engine did not notice")
 
@@ -128,108 +130,108 @@ async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machine
     assert server.metric("quire:quarantined_requests_total") == 0
     assert server.metric("quire:nodes") == 2
     assert server.stop() == 0
-    assert marked(made.marks[0]) == {}
-    assert made.second.poll() is None
-    made.second.send_signal(signal.SIGTERM)
-    assert made.second.wait(60) == 0
-    assert marked(made.marks[1]) == {}
+    assert marked(cluster.marks[0]) == {}
+    assert cluster.second.poll() is None
+    cluster.second.send_signal(signal.SIGTERM)
+    assert cluster.second.wait(60) == 0
+    assert marked(cluster.marks[1]) == {}
 
 
-def test_all_ranks_are_back_in_the_rendezvous_within_ten_seconds(machines: Callable[..., Machines]) -> None:
+def test_ranks_rejoin_rendezvous_within_10_seconds_after_each_death(machines: Callable[..., Machines]) -> None:
     """If the machine is so busy that a start takes longer, the limit is the time of a start."""
     began = time.monotonic()
-    made = machines()
+    cluster = machines()
     seconds = max(10.0, time.monotonic() - began)
     for way in (kill_rank, kill_command, kill_engine):
-        wait_until(lambda: made.server.healthy() and bool(ranks_of(made.marks[1])), "no engine came after it")
-        joined, began = made.second_log.read_text().count("has joined"), time.monotonic()
-        way(made)
-        again = lambda before=joined: made.second_log.read_text().count("has joined") > before  # noqa: E731
+        wait_until(lambda: cluster.server.healthy() and bool(ranks_of(cluster.marks[1])), "no engine came after it")
+        joined, began = cluster.second_log.read_text().count("has joined"), time.monotonic()
+        way(cluster)
+        again = lambda before=joined: cluster.second_log.read_text().count("has joined") > before  # noqa: E731
         wait_until(again, f"{way.__name__}: it did not join again")
         assert time.monotonic() - began < seconds, way.__name__
 
 
-def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: Callable[..., Machines]) -> None:
-    made = machines()
-    (stopped,) = ranks_of(made.marks[1])
+def test_stopped_remote_rank_is_replaced_after_engine_kill(machines: Callable[..., Machines]) -> None:
+    cluster = machines()
+    (stopped,) = ranks_of(cluster.marks[1])
     os.kill(stopped, signal.SIGSTOP)
-    kill_engine(made)
-    wait_until(lambda: made.server.metric("quire:engine_deaths_total") == 1, "the engine did not notice")
-    wait_until(lambda: made.server.healthy() and bool(made.server.engine_pids()), "no engine came after it")
-    asked = {"prompt": "Once upon a time", "max_tokens": 5}
-    assert httpx.post(f"{made.server.url}/v1/completions", json=asked, timeout=120).status_code == 200
-    assert stopped not in ranks_of(made.marks[1])
+    kill_engine(cluster)
+    wait_until(lambda: cluster.server.metric("quire:engine_deaths_total") == 1, "the engine did not notice")
+    wait_until(lambda: cluster.server.healthy() and bool(cluster.server.engine_pids()), "no engine came after it")
+    body = {"prompt": "Once upon a time", "max_tokens": 5}
+    assert httpx.post(f"{cluster.server.url}/v1/completions", json=body, timeout=120).status_code == 200
+    assert stopped not in ranks_of(cluster.marks[1])
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_a_stopped_rank_of_another_machine(machines: Callable[..., Machines]) -> None:
+def test_request_completes_soon_when_remote_rank_is_stopped(machines: Callable[..., Machines]) -> None:
     """Without detection the request would wait for the step timeout of two minutes."""
-    made = machines()
-    asked = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-    url = f"{made.server.url}/v1/completions"
-    expected = httpx.post(url, json=asked, timeout=120).json()["choices"]
-    (stopped,) = ranks_of(made.marks[1])
+    cluster = machines()
+    body = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    url = f"{cluster.server.url}/v1/completions"
+    expected = httpx.post(url, json=body, timeout=120).json()["choices"]
+    (stopped,) = ranks_of(cluster.marks[1])
     os.kill(stopped, signal.SIGSTOP)
-    assert httpx.post(url, json=asked, timeout=60).json()["choices"] == expected
-    assert made.server.metric("quire:engine_deaths_total") == 1
-    assert stopped not in ranks_of(made.marks[1])
+    assert httpx.post(url, json=body, timeout=60).json()["choices"] == expected
+    assert cluster.server.metric("quire:engine_deaths_total") == 1
+    assert stopped not in ranks_of(cluster.marks[1])
 
 
-async def test_the_other_machine_joins_a_server_that_was_started_again(machines: Callable[..., Machines]) -> None:
-    made = await asyncio.to_thread(machines)
-    async with httpx.AsyncClient(base_url=made.server.url, timeout=280) as client:
+async def test_worker_node_rejoins_restarted_server(machines: Callable[..., Machines]) -> None:
+    cluster = await asyncio.to_thread(machines)
+    async with httpx.AsyncClient(base_url=cluster.server.url, timeout=280) as client:
         before = await answer(client, KINDS["seeded"])
-    made.server.process.kill()
-    made.server.process.wait()
-    again = Server(made.second_log.with_name("again"), *made._flags, env=made._variables(0))
+    cluster.server.process.kill()
+    cluster.server.process.wait()
+    restarted = Server(cluster.second_log.with_name("again"), *cluster._flags, env=cluster._variables(0))
     try:
-        async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
+        async with httpx.AsyncClient(base_url=restarted.url, timeout=280) as client:
             assert await answer(client, KINDS["seeded"]) == before
-        assert made.second.poll() is None
-        async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
+        assert cluster.second.poll() is None
+        async with httpx.AsyncClient(base_url=restarted.url, timeout=280) as client:
             for path in ("/sleep", "/wake_up"):
                 assert (await client.post(path)).status_code == 200
             assert await answer(client, KINDS["seeded"]) == before
             assert (await client.post("/update_weights", json={"path": DEMO_MODEL})).status_code == 200
-            assert again.metric("quire:engine_deaths_total") == 0
+            assert restarted.metric("quire:engine_deaths_total") == 0
             assert await answer(client, KINDS["seeded"]) == before
             group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank": 1, "world_size": 2}
             refused = await client.post("/init_weights_group", json=group)
         assert refused.status_code == 400
         assert "nnodes" in refused.text
     finally:
-        again.process.kill()
-        again.process.wait()
+        restarted.process.kill()
+        restarted.process.wait()
 
 
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "waiting"])
-def test_no_rank_outlives_its_command(way: str, machines: Callable[..., Machines]) -> None:
-    made = machines()
+def test_no_rank_outlives_its_worker_node(way: str, machines: Callable[..., Machines]) -> None:
+    cluster = machines()
     if way == "waiting":
-        made.server.process.kill()
-        made.server.process.wait()
-        wait_until(lambda: "waits for machine 0" in made.second_log.read_text(), "it does not say that it waits")
+        cluster.server.process.kill()
+        cluster.server.process.wait()
+        wait_until(lambda: "waits for machine 0" in cluster.second_log.read_text(), "it does not say that it waits")
         way = "SIGTERM"
-    made.second.send_signal(getattr(signal, way))
-    assert made.second.wait(60) == (-signal.SIGKILL if way == "SIGKILL" else 0)
-    wait_until(lambda: marked(made.marks[1]) == {}, f"{marked(made.marks[1])} are left")
+    cluster.second.send_signal(getattr(signal, way))
+    assert cluster.second.wait(60) == (-signal.SIGKILL if way == "SIGKILL" else 0)
+    wait_until(lambda: marked(cluster.marks[1]) == {}, f"{marked(cluster.marks[1])} are left")
 
 
-def test_a_machine_that_cannot_join_says_why_and_ends() -> None:
+def test_worker_node_exits_with_reason_when_join_fails() -> None:
     command = [QUIRE, "serve", "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "1"]
     mark = uuid.uuid4().hex
     late = [*command, "--master-port", str(free_port()), "--nodes-timeout", "1"]
-    done = subprocess.run(late, capture_output=True, text=True, timeout=120, env=os.environ | {"TEST_MARK": mark})
-    assert done.returncode == 1
-    assert "master_addr: no machine 0 at 127.0.0.1:" in done.stderr
+    completed = subprocess.run(late, capture_output=True, text=True, timeout=120, env=os.environ | {"TEST_MARK": mark})
+    assert completed.returncode == 1
+    assert "master_addr: no machine 0 at 127.0.0.1:" in completed.stderr
     assert marked(mark) == {}
-    done = subprocess.run([*command, "--nnodes", "3"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "nnodes: tensor_parallel_size 2 cannot be divided evenly among 3 machines" in done.stderr
+    completed = subprocess.run([*command, "--nnodes", "3"], capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 2
+    assert "nnodes: tensor_parallel_size 2 cannot be divided evenly among 3 machines" in completed.stderr
 
 
 @pytest.mark.parametrize(("kernel_kills", "code"), [(True, 137), (False, -signal.SIGKILL)])
-def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed(
+def test_remote_rank_exit_code_tells_oom_kill_from_sigkill(
     kernel_kills: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 0 cannot count the OOM kills of another node's kernel."""
@@ -241,9 +243,9 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
     keeping.start()
     pids = set()
     for _ in range(2):  # the next rank may be killed while it waits; then another one waits
-        _, thread, found = gathering(settings)
+        _, thread, remote_ranks = gathering(settings)
         thread.join(60)
-        (remote,) = found
+        (remote,) = remote_ranks
         os.kill(remote.pid, signal.SIGKILL)
         assert remote.wait(30) == code
         pids.add(remote.pid)

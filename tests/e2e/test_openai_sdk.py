@@ -29,7 +29,7 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def test_a_whole_completion(client: openai.OpenAI) -> None:
+def test_completion_returns_max_tokens_and_usage(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=30, temperature=0)
     (choice,) = answer.choices
     assert choice.finish_reason == "length"
@@ -39,7 +39,7 @@ def test_a_whole_completion(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == 30 + answer.usage.prompt_tokens
 
 
-def test_streamed_and_whole_chats_are_the_same_answer(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_whole_chat(client: openai.OpenAI) -> None:
     options = {"model": MODEL, "messages": STORY, "max_tokens": 40, "temperature": 0.8, "seed": 7, "n": 2}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
     texts, reasons, tokens, usage = ["", ""], [None, None], [[], []], None
@@ -63,7 +63,7 @@ def test_streamed_and_whole_chats_are_the_same_answer(client: openai.OpenAI) -> 
         assert all(len(token.top_logprobs) == 2 for token in content)
 
 
-def test_seeds_repeat_and_differ(client: openai.OpenAI) -> None:
+def test_equal_seeds_repeat_text_and_other_seeds_differ(client: openai.OpenAI) -> None:
     def ask(seed: int) -> str:
         return (
             client.completions.create(model=MODEL, prompt="The witch", max_tokens=20, temperature=1, seed=seed)
@@ -74,7 +74,7 @@ def test_seeds_repeat_and_differ(client: openai.OpenAI) -> None:
     assert ask(1) == ask(1) != ask(2)
 
 
-def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
+def test_stop_string_ends_text_before_match(client: openai.OpenAI) -> None:
     options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
     text = client.completions.create(**options).choices[0].text
     stop = text[20:25]
@@ -87,7 +87,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == text[: text.index(stop)]
 
 
-def test_every_form_of_prompt(client: openai.OpenAI) -> None:
+def test_prompt_as_text_ids_and_lists_gives_same_text(client: openai.OpenAI) -> None:
     tokenizer = Tokenizer.from_pretrained(DEMO_MODEL)
     texts = ["The cat", "The dog ran"]
     ids = [tokenizer.encode(text) for text in texts]
@@ -101,7 +101,7 @@ def test_every_form_of_prompt(client: openai.OpenAI) -> None:
     assert [ask(texts[0])[0], ask(ids[1])[0]] == both
 
 
-def test_echoed_logprobs_score_the_prompt(client: openai.OpenAI) -> None:
+def test_echo_returns_prompt_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt="The fox and the crow", max_tokens=2, temperature=0, echo=True, logprobs=1
     )
@@ -113,7 +113,7 @@ def test_echoed_logprobs_score_the_prompt(client: openai.OpenAI) -> None:
     assert [answer.choices[0].text[offset] for offset in logprobs.text_offset] == [t[0] for t in logprobs.tokens]
 
 
-def test_a_repeated_prompt_is_cached_and_a_salt_is_not(client: openai.OpenAI) -> None:
+def test_repeated_prompt_hits_prefix_cache_unless_cache_salt_differs(client: openai.OpenAI) -> None:
     prompt = "In a far country there lived a miller who had three sons. " * 8
 
     def cached(**extra: str) -> int:
@@ -127,7 +127,7 @@ def test_a_repeated_prompt_is_cached_and_a_salt_is_not(client: openai.OpenAI) ->
     assert cached(cache_salt="mine") == 0
 
 
-def test_errors_are_openais(client: openai.OpenAI, server: Server) -> None:
+def test_errors_have_openai_types_codes_and_params(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-5", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -144,7 +144,7 @@ def test_errors_are_openais(client: openai.OpenAI, server: Server) -> None:
     assert broken.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_models_tokens_and_version(client: openai.OpenAI, server: Server) -> None:
+def test_models_tokenize_detokenize_and_version_endpoints_answer(client: openai.OpenAI, server: Server) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "Hello, fox"}).json()
@@ -155,7 +155,7 @@ def test_models_tokens_and_version(client: openai.OpenAI, server: Server) -> Non
 
 
 @pytest.mark.slow
-async def test_200_streams_at_once_all_finish_as_they_would_alone(server: Server) -> None:
+async def test_200_concurrent_streams_equal_answers_alone(server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=250) as client:
 
         async def ask(seed: int, stream: bool = True) -> str:
@@ -173,7 +173,7 @@ async def test_200_streams_at_once_all_finish_as_they_would_alone(server: Server
 
 
 @pytest.mark.slow
-async def test_100_clients_that_leave_midway_free_their_blocks(server: Server) -> None:
+async def test_100_disconnected_clients_free_their_kv_blocks(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=250, limits=httpx.Limits(max_connections=200)) as client:
 
         async def leave(index: int) -> None:

@@ -70,7 +70,7 @@ async def ask(client: httpx.AsyncClient, *, tokens: int = TOKENS, number: int = 
     return Answer(response.status_code, retry_after, usage.get("completion_tokens", 0), at - began, at)
 
 
-async def capacity(client: httpx.AsyncClient) -> float:
+async def measure_capacity(client: httpx.AsyncClient) -> float:
     """Requests per second that the server completes with every slot busy."""
     began = time.perf_counter()
     answers = await asyncio.gather(*[ask(client, number=number) for number in range(32)])
@@ -89,7 +89,7 @@ async def flood(client: httpx.AsyncClient, rate: float, seconds: float) -> list[
     return list(await asyncio.gather(*calls))
 
 
-def resident(server: Server) -> dict[str, int]:
+def resident_bytes(server: Server) -> dict[str, int]:
     """Resident bytes of the server process and of the engine process."""
     pids = {"server": server.process.pid, "engine": server.engine_pid()}
     return {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for name, pid in pids.items()}
@@ -100,39 +100,39 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc"
 
 @needs_proc
 @pytest.mark.timeout(600)
-async def test_ten_times_the_load(server: Server) -> None:
+async def test_overloaded_server_rejects_excess_and_keeps_memory_bounded(server: Server) -> None:
     async with client_of(server) as client:
-        rate = OVERLOAD * await capacity(client)
+        rate = OVERLOAD * await measure_capacity(client)
         fills = 3 * (SLOTS + QUEUE) / rate  # seconds; the longest time of this test on a slow machine
         # As long as the measured flood: on a slow machine connections wait for their rejections and take memory.
         await flood(client, rate, max(SECONDS, fills))
         for _ in range(4):  # a longer queue of connections may take more memory once; a leak grows each time
-            before = resident(server)
+            before = resident_bytes(server)
             answers = await flood(client, rate, max(SECONDS, fills))
-            after = resident(server)
+            after = resident_bytes(server)
             if all(after[name] - before[name] < MAX_GROWTH for name in after):
                 break
         assert (await ask(client)).tokens == TOKENS
-    done = [answer for answer in answers if answer.status == 200]
-    refused = [answer for answer in answers if answer.status != 200]
-    median = statistics.median(answer.seconds for answer in refused)
+    completed = [answer for answer in answers if answer.status == 200]
+    rejections = [answer for answer in answers if answer.status != 200]
+    median = statistics.median(answer.seconds for answer in rejections)
     growth = {name: (after[name] - before[name]) / 2**20 for name in after}
     print(
-        f"\n{SECONDS:g} s at {rate:.0f} requests/s: {len(done)} answered, {len(refused)} refused, after "
-        f"{1000 * median:.1f} ms (median) and {1000 * max(answer.seconds for answer in refused):.0f} ms (longest); "
+        f"\n{SECONDS:g} s at {rate:.0f} requests/s: {len(completed)} answered, {len(rejections)} refused, after "
+        f"{1000 * median:.1f} ms (median) and {1000 * max(answer.seconds for answer in rejections):.0f} ms (longest); "
         + ", ".join(f"{name} {before[name] / 2**20:.0f} MiB {value:+.1f}" for name, value in growth.items())
     )
-    assert {answer.status for answer in refused} == {503}
-    assert all(answer.retry_after for answer in refused)
-    assert [answer.tokens for answer in done] == [TOKENS] * len(done)
-    assert len(refused) > len(done) > 0
+    assert {answer.status for answer in rejections} == {503}
+    assert all(answer.retry_after for answer in rejections)
+    assert [answer.tokens for answer in completed] == [TOKENS] * len(completed)
+    assert len(rejections) > len(completed) > 0
     assert max(growth.values()) * 2**20 < MAX_GROWTH
     assert server.metric("vllm:num_requests_waiting") == server.metric("vllm:num_requests_running") == 0
 
 
 @pytest.mark.parametrize("server", [("--api-key", "greedy", "modest", "--max-queued-requests", "200")], indirect=True)
 @pytest.mark.timeout(600)
-async def test_a_greedy_key_does_not_take_anothers_share(server: Server) -> None:
+async def test_greedy_api_key_does_not_take_share_of_other_key(server: Server) -> None:
     """One key has ten times as many requests open or rejected as there are slots, the other three times as many. With
     so many, the time until a busy client sends its next request leaves no slot empty.
     """

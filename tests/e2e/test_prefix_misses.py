@@ -36,7 +36,7 @@ def client(server: Server, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits, headers=headers)
 
 
-def asked(path: str, day: int, turns: int) -> dict[str, Any]:
+def conversation_body(path: str, day: int, turns: int) -> dict[str, Any]:
     """The request body of a conversation after `turns` turns on a day."""
     system = f"Today is day {day}. {RULES.replace('truth', path)}"
     said = [{"role": ("user", "assistant")[place % 2], "content": f"{path} {place}."} for place in range(2 * turns + 1)]
@@ -47,18 +47,18 @@ def asked(path: str, day: int, turns: int) -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": system}, *said], "max_tokens": 4, "temperature": 0}
 
 
-def details(path: str, usage: dict[str, Any]) -> dict[str, Any]:
+def prompt_token_details(path: str, usage: dict[str, Any]) -> dict[str, Any]:
     names = {"/v1/responses": "input_tokens_details", "/v1/chat/completions": "prompt_tokens_details"}
     return usage[names[path]] if path in names else usage
 
 
-async def whole(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+async def post_whole(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
-    return response.json()["id"], details(path, response.json()["usage"])
+    return response.json()["id"], prompt_token_details(path, response.json()["usage"])
 
 
-async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+async def post_streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the answer's id and the prompt token details of the stream's last usage."""
     more: dict[str, Any] = {"stream_options": {"include_usage": True}} if "chat" in path else {}
     name, usage = "", None
@@ -70,42 +70,42 @@ async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
                 name = inner.get("id") or name
                 usage = inner.get("usage") or event.get("usage") or usage
     assert usage is not None
-    return name, details(path, usage)
+    return name, prompt_token_details(path, usage)
 
 
 @pytest.mark.parametrize("path", OTHERS)
-async def test_a_date_before_a_conversation_is_found_out(server: Server, path: str) -> None:
+async def test_explain_finds_changed_date_before_conversation(server: Server, path: str) -> None:
     day = len(path)
     async with client(server, "one") as http:
-        names = [(await whole(http, path, asked(path, day + 1, 0)))[0]]
-        for turn, ask in ((1, whole), (2, streamed)):
-            name, usage = await ask(http, path, asked(path, day + 1 + turn, turn))
+        names = [(await post_whole(http, path, conversation_body(path, day + 1, 0)))[0]]
+        for turn, ask in ((1, post_whole), (2, post_streamed)):
+            name, usage = await ask(http, path, conversation_body(path, day + 1 + turn, turn))
             names.append(name)
             assert usage["miss_reason"] == "rewritten"
             assert usage["missed_tokens"] > 200
             assert usage["missed_seconds"] > 0
-        name, usage = await streamed(http, path, asked(path, day + 3, 3))
+        name, usage = await post_streamed(http, path, conversation_body(path, day + 3, 3))
         names.append(name)
         assert "missed_tokens" not in usage or usage["miss_reason"] == "replica"
-        told = (await http.get(f"/v1/requests/{names[1]}/explain")).json()["sequences"][0]["prefix"]
-        assert "day" in told["nearest"]["before"]
-        assert told["nearest"]["was"] != told["nearest"]["now"]
-        assert told["nearest"]["within"] == "prompt"
+        prefix = (await http.get(f"/v1/requests/{names[1]}/explain")).json()["sequences"][0]["prefix"]
+        assert "day" in prefix["nearest"]["before"]
+        assert prefix["nearest"]["was"] != prefix["nearest"]["now"]
+        assert prefix["nearest"]["within"] == "prompt"
         turns = (await http.get(f"/v1/requests/{name}/conversation")).json()["data"]
         assert [(each["turn"], each["id"]) for each in turns] == [*enumerate(names, 1)]
         for each in turns:
             assert each["prompt_tokens"] == each["cached_tokens"] + each["missed_tokens"] + each["new_tokens"]
     async with client(server, OTHERS[path]) as http:
         assert (await http.get(f"/v1/requests/{names[1]}/conversation")).status_code == 404
-        _, usage = await whole(http, path, asked(path, day + 2, 1))
+        _, usage = await post_whole(http, path, conversation_body(path, day + 2, 1))
         assert "missed_tokens" not in usage, "another key's prompts are nobody's business"
     async with client(server, "chief") as http:
-        seen = (await http.get(f"/v1/requests/{names[1]}/explain")).json()["sequences"][0]["prefix"]
-        assert seen["missed"] == told["missed"]
-        assert "was" not in seen["nearest"], "an operator sees figures, and no texts"
+        admin_prefix = (await http.get(f"/v1/requests/{names[1]}/explain")).json()["sequences"][0]["prefix"]
+        assert admin_prefix["missed"] == prefix["missed"]
+        assert "was" not in admin_prefix["nearest"], "an operator sees figures, and no texts"
 
 
-async def test_a_cache_that_is_too_small_and_another_salt(server: Server) -> None:
+async def test_prefix_miss_reason_names_eviction_and_cache_salt(server: Server) -> None:
     path = "/v1/completions"
     async with client(server, "one") as http:
 
@@ -118,11 +118,11 @@ async def test_a_cache_that_is_too_small_and_another_salt(server: Server) -> Non
         await asyncio.gather(*(ask(prompt=f"{number} {RULES * 2}") for number in range(20)))
         assert (await ask())["miss_reason"] in ("evicted", "replica")
         metrics = (await http.get("/metrics")).text
-    found = {
+    missed_by_reason = {
         line.split('reason="')[1].split('"')[0]: float(line.split()[-1])
         for line in metrics.splitlines()
         if line.startswith("quire:prefix_missed_tokens_total{")
     }
-    assert found["rewritten"] > 0
-    assert found["evicted"] + found["replica"] > 0
-    assert found["restarted"] == 0
+    assert missed_by_reason["rewritten"] > 0
+    assert missed_by_reason["evicted"] + missed_by_reason["replica"] > 0
+    assert missed_by_reason["restarted"] == 0

@@ -19,7 +19,7 @@ from tests.e2e.server import Server
 from tests.e2e.test_killers import ENV
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -29,14 +29,14 @@ def alive(pid: int) -> bool:
 
 def wait_until_gone(pid: int) -> None:
     for _ in range(300):
-        if not alive(pid):
+        if not is_alive(pid):
             return
         time.sleep(0.05)
     pytest.fail(f"process {pid} outlived its parent")
 
 
 @pytest.mark.slow
-def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
+def test_sigterm_drains_running_requests_and_exits_0(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout=300")
     engine = server.engine_pid()
     answer: list[httpx.Response] = []
@@ -55,7 +55,7 @@ def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
+def test_open_engine_event_stream_does_not_delay_shutdown(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout", "1000")
     with httpx.stream("GET", f"{server.url}/v1/engine/events", timeout=120) as events:
         lines = events.iter_lines()
@@ -65,7 +65,7 @@ def test_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_health_is_503_while_it_drains_and_what_is_late_ends_with_an_error(tmp_path: Path) -> None:
+def test_draining_server_returns_503_and_ends_late_streams_with_error(tmp_path: Path) -> None:
     """Health and new requests on open connections return 503. Requests that do not finish in time end with an error."""
     server = Server(tmp_path / "log", "--shutdown-timeout=4", "--threads=1")
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
@@ -87,7 +87,7 @@ def test_health_is_503_while_it_drains_and_what_is_late_ends_with_an_error(tmp_p
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_second_signal_ends_draining_server_at_once(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout=1000", "--threads=1")
     engine = server.engine_pid()
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
@@ -102,7 +102,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
+def test_engine_does_not_outlive_killed_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     engine = server.engine_pid()
     server.process.kill()
@@ -111,19 +111,19 @@ def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_with_the_gil_held_does_not_outlive_it_either(tmp_path: Path) -> None:
+def test_engine_hanging_with_gil_does_not_outlive_killed_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout=1000", env=ENV)
     engine = server.engine_pid()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "seed": SEEDS["silence"]}, timeout=2)
-    assert alive(engine)
+    assert is_alive(engine)
     server.process.kill()
     server.process.wait()
     wait_until_gone(engine)
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path) -> None:
+def test_stream_continues_after_engine_kill(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "seed": 4, "temperature": 1.0}
     whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
@@ -140,18 +140,18 @@ def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
+def test_serve_with_bad_settings_fails_without_traceback(tmp_path: Path) -> None:
     def fail(*args: str) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             [str(Path(sys.executable).with_name("quire")), "serve", *args],
             capture_output=True,
             text=True,
             timeout=120,
             env=os.environ | {"COLUMNS": "200"},
         )
-        assert done.returncode != 0
-        assert "Traceback" not in done.stderr
-        return done.stderr
+        assert completed.returncode != 0
+        assert "Traceback" not in completed.stderr
+        return completed.stderr
 
     assert "max_model_len" in fail("--max-model-len", "99999").replace("-", "_")
     assert "no-such-model" in fail("/no-such-model")
@@ -159,7 +159,7 @@ def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_health_reports_a_stopped_engine_until_it_is_replaced(tmp_path: Path) -> None:
+def test_health_is_503_while_engine_is_stopped_until_replaced(tmp_path: Path) -> None:
     """A stopped engine is detected within the heartbeat timeout, while the server itself keeps answering."""
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout", "1")
     os.kill(server.engine_pid(), signal.SIGSTOP)

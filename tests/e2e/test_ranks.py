@@ -41,14 +41,14 @@ FOLLOWER = b"quire.engine.worker.ranks.follower"
 
 def marked(mark: str) -> dict[int, bytes]:
     """Command lines, by process id, of the processes with this value in their environment."""
-    found = {}
+    command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+                command_lines[int(folder.name)] = (folder / "cmdline").read_bytes()
         except OSError:  # it has ended, or belongs to another user
             continue
-    return found
+    return command_lines
 
 
 def ranks_of(mark: str) -> list[int]:
@@ -86,39 +86,39 @@ def started(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dividing", [1, 2], ids=["heads", "tokens"])
-def test_an_engine_in_this_process_says_which_rank_has_ended(dividing: int) -> None:
+def test_in_process_engine_error_names_killed_rank(dividing: int) -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1}
     ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": dividing}
-    made = EngineCore(EngineConfig(model=DEMO_MODEL, **ranks, **settings))
+    engine = EngineCore(EngineConfig(model=DEMO_MODEL, **ranks, **settings))
     expected = run(EngineCore(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
-    assert len(run(made, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
-    assert isinstance(made.executor, SpmdRunner)
-    (pid,) = made.executor._ranks.pids
-    made.add_request(request("b", [435, 1029]))
+    assert len(run(engine, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
+    assert isinstance(engine.executor, SpmdRunner)
+    (pid,) = engine.executor._ranks.pids
+    engine.add_request(request("b", [435, 1029]))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):
-        run(made, [])
-    del made
+        run(engine, [])
+    del engine
     free_engine_memory()
     assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.slow
-def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
+def test_in_process_engine_error_names_killed_pipeline_stage() -> None:
     """The other stage does not end by itself: it learns of the first one's end from the engine."""
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1, "dtype": "float32"}
-    made = EngineCore(EngineConfig(model=DEMO_MODEL, pipeline_parallel_size=3, **settings))
+    engine = EngineCore(EngineConfig(model=DEMO_MODEL, pipeline_parallel_size=3, **settings))
     alone = EngineCore(EngineConfig(model=DEMO_MODEL, **settings))
-    asked = [request(str(i), [435, 1029 + i], seed=i, temperature=0.8, logprobs=0) for i in range(4)]
-    assert run(made, asked) == run(alone, asked)
-    assert isinstance(made.executor, LastStageRunner)
-    pids = made.executor._stages.pids
-    made.add_request(request("b", [435, 1029]))
+    requests = [request(str(i), [435, 1029 + i], seed=i, temperature=0.8, logprobs=0) for i in range(4)]
+    assert run(engine, requests) == run(alone, requests)
+    assert isinstance(engine.executor, LastStageRunner)
+    pids = engine.executor._stages.pids
+    engine.add_request(request("b", [435, 1029]))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 3 .process {pids[0]}. was killed by SIGKILL"):
-        run(made, [])
+        run(engine, [])
     assert Path(f"/proc/{pids[1]}").exists()
-    del made
+    del engine
     free_engine_memory()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -127,7 +127,7 @@ def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
 @pytest.mark.parametrize(
     ("how", "ranks"), [("tensor", 2), ("pipeline", 2), *slow(("tensor", 4), ("pipeline", 3), ("decode-context", 2))]
 )
-async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: Start) -> None:
+async def test_answers_are_unchanged_when_ranks_are_killed(how: str, ranks: int, started: Start) -> None:
     server, mark = started(ranks, how=how)
     limits = httpx.Limits(max_connections=STREAMS + 1)
     async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
@@ -158,7 +158,7 @@ async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: S
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["tensor", "pipeline"])
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "engine", "stopped", "starting"])
-def test_no_rank_outlives_its_server(way: str, how: str, started: Start) -> None:
+def test_no_rank_outlives_server(way: str, how: str, started: Start) -> None:
     server, mark = started(2, how=how, wait=way != "starting")
     if way == "starting":
         wait_until(lambda: bool(ranks_of(mark)), "no rank was started")
@@ -181,12 +181,14 @@ def test_no_rank_outlives_its_server(way: str, how: str, started: Start) -> None
 
 
 @pytest.mark.slow
-def test_a_number_of_ranks_that_does_not_fit_ends_the_start() -> None:
+def test_serve_rejects_tensor_parallel_size_that_does_not_divide_heads() -> None:
     mark = uuid.uuid4().hex
     quire = Path(sys.executable).with_name("quire")
     command = [str(quire), "serve", "--port", "0", "--tensor-parallel-size", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"TEST_MARK": mark})
-    assert done.returncode != 0
-    assert "tensor_parallel_size: the model's " in done.stderr
-    assert "heads cannot be divided among 3 ranks" in done.stderr
+    completed = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"TEST_MARK": mark}
+    )
+    assert completed.returncode != 0
+    assert "tensor_parallel_size: the model's " in completed.stderr
+    assert "heads cannot be divided among 3 ranks" in completed.stderr
     assert marked(mark) == {}

@@ -44,7 +44,7 @@ def cluster() -> Iterator[str]:
     ports = {name: str(free_port()) for name in PORTS}
     flags = [part for pair in ports.items() for part in pair]
     with tempfile.TemporaryDirectory(prefix="quire-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        command = [beside("ray"), "start", "--head", "--block", "--num-cpus", "4", "--disable-usage-stats"]
+        command = [executable_path("ray"), "start", "--head", "--block", "--num-cpus", "4", "--disable-usage-stats"]
         command += ["--include-dashboard", "false", "--object-store-memory", "100000000", "--temp-dir", folder, *flags]
         running = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL)
         address = f"127.0.0.1:{ports['--port']}"
@@ -65,13 +65,13 @@ def joined(address: str) -> bool:
     return True
 
 
-def beside(name: str) -> str:
+def executable_path(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
+    return variables | {"PYTHONPATH": str(ROOT)} | more
 
 
 def wait_for(condition: Any, running: subprocess.Popen[bytes]) -> None:
@@ -98,7 +98,7 @@ def serving(cluster: str, folder: Path, args: Mapping[str, Any] | None = None, *
     url = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
         running = subprocess.Popen(
-            [beside("serve"), "run", str(path)],
+            [executable_path("serve"), "run", str(path)],
             env=environment(RAY_ADDRESS=cluster),
             cwd=ROOT,
             stdout=log,
@@ -163,21 +163,21 @@ async def pieces(client: AsyncOpenAI, call: dict[str, Any]) -> AsyncIterator[str
     yield f"[{reason}]"
 
 
-async def test_streams_outlive_a_replica(cluster: str, tmp_path: Path) -> None:
+async def test_streams_survive_killed_ray_replica(cluster: str, tmp_path: Path) -> None:
     with serving(cluster, tmp_path, num_replicas=2) as url:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5, timeout=PATIENCE) as client:
             while replicas().get("RUNNING") != 2:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.2)
             calls = [asked(index) | {"seed": index} for index in range(STREAMS)]
             wholes = await asyncio.gather(*[client.chat.completions.create(**call) for call in calls])
-            got: list[list[str]] = [[] for _ in calls]
+            streamed: list[list[str]] = [[] for _ in calls]
 
             async def read(index: int) -> None:
                 async for piece in pieces(client, calls[index]):
-                    got[index].append(piece)
+                    streamed[index].append(piece)
 
             reading = [asyncio.create_task(read(index)) for index in range(STREAMS)]
-            while sum(len(each) > 10 for each in got) < STREAMS // 2:  # noqa: ASYNC110
+            while sum(len(each) > 10 for each in streamed) < STREAMS // 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             running = metric((await asyncio.to_thread(httpx.get, f"{url}/metrics")).text, "vllm:num_requests_running")
             victim = max(running, key=running.__getitem__)
@@ -186,14 +186,14 @@ async def test_streams_outlive_a_replica(cluster: str, tmp_path: Path) -> None:
             os.kill(pids()[victim], signal.SIGKILL)
             await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
             expected = [f"{each.choices[0].message.content}[{each.choices[0].finish_reason}]" for each in wholes]
-            assert ["".join(each) for each in got] == expected
+            assert ["".join(each) for each in streamed] == expected
             while replicas().get("RUNNING") != 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
             assert victim not in pids()
     assert "its replica was lost" in (tmp_path / "log").read_text()
 
 
-async def test_replicas_follow_the_queue_and_drain(cluster: str, tmp_path: Path) -> None:
+async def test_ray_replicas_scale_with_queue_and_drain_streams(cluster: str, tmp_path: Path) -> None:
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4}
     scaling |= {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 3}
     with serving(cluster, tmp_path, autoscaling_config=scaling) as url:
@@ -222,18 +222,18 @@ async def test_replicas_follow_the_queue_and_drain(cluster: str, tmp_path: Path)
 
 def bodies(number: int) -> tuple[str, dict[str, Any]]:
     """Path and body of a stream: any API, two choices, or a tool call."""
-    said = {"messages": [{"role": "user", "content": f"Tell me of {number}"}], "temperature": 1.0, "seed": number}
-    said |= {"model": "quire-demo", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    chat_body = {"messages": [{"role": "user", "content": f"Tell me of {number}"}], "temperature": 1.0, "seed": number}
+    chat_body |= {"model": "quire-demo", "stream": True, "max_tokens": 300, "ignore_eos": True}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     match number % 5:
         case 0:
-            return "/v1/chat/completions", said | {"n": 2}
+            return "/v1/chat/completions", chat_body | {"n": 2}
         case 1:
-            return "/v1/chat/completions", said | {"tools": [tool], "tool_choice": "required"}
+            return "/v1/chat/completions", chat_body | {"tools": [tool], "tool_choice": "required"}
         case 2:
-            return "/v1/messages", {name: said[name] for name in ("messages", "model", "stream", "max_tokens")}
+            return "/v1/messages", {name: chat_body[name] for name in ("messages", "model", "stream", "max_tokens")}
         case 3:
-            return "/v1/chat/completions", said | {"logprobs": True, "top_logprobs": 2}
+            return "/v1/chat/completions", chat_body | {"logprobs": True, "top_logprobs": 2}
     asked = {"input": f"Tell me of {number}", "max_output_tokens": 300, "temperature": 1.0}
     return "/v1/responses", asked | {"model": "quire-demo", "stream": True}
 
@@ -242,23 +242,27 @@ def ids(events: bytes) -> list[str]:
     return re.findall(r"^id: (.*)$", events.decode(), re.M)
 
 
-def of_events(events: bytes) -> dict[str, bytes]:
+def events_by_id(events: bytes) -> dict[str, bytes]:
     """Events by id, without the time of an answer's end."""
-    found = {ids(each)[0]: re.sub(rb'"completed_at":\d+', b"", each) for each in events.split(b"\n\n") if ids(each)}
-    assert len(found) == len(ids(events)), "an event came twice"
-    return found
+    events_found = {
+        ids(each)[0]: re.sub(rb'"completed_at":\d+', b"", each) for each in events.split(b"\n\n") if ids(each)
+    }
+    assert len(events_found) == len(ids(events)), "an event came twice"
+    return events_found
 
 
 def texts(events: bytes) -> dict[int, str]:
     """Text of each choice of a chat."""
-    found: dict[int, str] = {}
+    choice_texts: dict[int, str] = {}
     for each in re.findall(rb"^data: ({.*)$", events, re.M):
         for choice in json.loads(each)["choices"]:
-            found[choice["index"]] = found.get(choice["index"], "") + (choice["delta"].get("content") or "")
-    return found
+            choice_texts[choice["index"]] = choice_texts.get(choice["index"], "") + (
+                choice["delta"].get("content") or ""
+            )
+    return choice_texts
 
 
-async def test_what_is_accepted_outlives_replicas_and_the_journal(cluster: str, tmp_path: Path) -> None:
+async def test_streams_batches_and_responses_survive_killed_replicas_and_journal(cluster: str, tmp_path: Path) -> None:
     """Replicas and the actor that owns data_dir are killed during streams, a batch and background responses."""
     with serving(cluster, tmp_path, {"data_dir": str(tmp_path / "da ta")}, num_replicas=2) as url:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
@@ -277,13 +281,13 @@ async def test_what_is_accepted_outlives_replicas_and_the_journal(cluster: str, 
                     return answer.headers["x-stream-id"], b"".join([each async for each in answer.aiter_raw()])
 
             async def ended(path: str) -> dict[str, Any]:
-                while (told := (await until_answered("GET", path)).json())["status"] in WORKED_ON:  # noqa: ASYNC110
+                while (output_bodies := (await until_answered("GET", path)).json())["status"] in WORKED_ON:  # noqa: ASYNC110
                     await asyncio.sleep(0.5)
-                return dict(told)
+                return dict(output_bodies)
 
             line = {"method": "POST", "url": "/v1/completions"}
-            asked = {"model": "quire-demo", "prompt": "Once", "max_tokens": 40, "temperature": 1.0}
-            lines = [line | {"custom_id": f"r{n}", "body": asked | {"seed": n}} for n in range(120)]
+            completion_body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 40, "temperature": 1.0}
+            lines = [line | {"custom_id": f"r{n}", "body": completion_body | {"seed": n}} for n in range(120)]
             content = "\n".join(map(json.dumps, lines)).encode()
             uploaded = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
             assert uploaded.status_code == 200, uploaded.text
@@ -314,21 +318,21 @@ async def test_what_is_accepted_outlives_replicas_and_the_journal(cluster: str, 
             for number, (id, events) in enumerate(streams):
                 again = await until_answered("GET", f"/v1/streams/{id}")  # any replica has all of it, byte for byte
                 if number % 5:
-                    assert of_events(again.content) == of_events(events)
+                    assert events_by_id(again.content) == events_by_id(events)
                 else:  # its choices come in any order
                     assert texts(again.content) == texts(events)
                 half = ids(events)[len(ids(events)) // 2]
                 rest = await until_answered("GET", f"/v1/streams/{id}", headers={"Last-Event-ID": half})
-                joined = of_events(events[: events.index(f"id: {half}\n".encode())])
-                assert len(joined) + 1 + len(of_events(rest.content)) == len(of_events(events))
+                joined = events_by_id(events[: events.index(f"id: {half}\n".encode())])
+                assert len(joined) + 1 + len(events_by_id(rest.content)) == len(events_by_id(events))
             for id in background:
                 assert (await ended(f"/v1/responses/{id}"))["status"] in ("completed", "incomplete")
             done = await ended(f"/v1/batches/{batch['id']}")
             assert done["request_counts"] == {"total": 120, "completed": 120, "failed": 0}
             output = (await until_answered("GET", f"/v1/files/{done['output_file_id']}/content")).text.splitlines()
-            told = {each["custom_id"]: each["response"]["body"] for each in map(json.loads, output)}
-            assert len(told) == len(output) == 120
+            output_bodies = {each["custom_id"]: each["response"]["body"] for each in map(json.loads, output)}
+            assert len(output_bodies) == len(output) == 120
             for each in lines[::30]:
                 whole = (await until_answered("POST", "/v1/completions", json=each["body"])).json()
-                assert told[each["custom_id"]]["choices"] == whole["choices"]
+                assert output_bodies[each["custom_id"]]["choices"] == whole["choices"]
     assert "its replica was lost" in (tmp_path / "log").read_text()

@@ -43,7 +43,7 @@ def run(*command: str | Path) -> None:
         pytest.skip(f"{command[0]}: {getattr(error, 'stderr', b'').decode().strip() or error}")
 
 
-def full(folder: Path) -> Disk:
+def tmpfs_disk(folder: Path) -> Disk:
     run("mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", folder)
     filler = folder / "filler"
 
@@ -61,7 +61,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         pytest.skip("only root may mount")
     (folder := tmp_path / "disk").mkdir()
     try:
-        yield full(folder)
+        yield tmpfs_disk(folder)
     finally:
         if os.path.ismount(folder):
             subprocess.run(["umount", folder], check=True)
@@ -71,13 +71,13 @@ def ids(events: bytes) -> list[str]:
     return re.findall(r"^id: (.*)$", events.decode(), re.MULTILINE)
 
 
-async def until(what: Callable[[], Any], found: Any = True) -> None:
+async def wait_until(what: Callable[[], Any], found: Any = True) -> None:
     async with asyncio.timeout(120):
         while await asyncio.to_thread(what) != found:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
-async def test_what_was_accepted_waits_for_the_disk(disk: Disk, tmp_path: Path) -> None:
+async def test_accepted_work_waits_for_full_disk_and_completes_afterwards(disk: Disk, tmp_path: Path) -> None:
     flags = [*SMALL, "--data-dir", str(disk.folder / "data")]
     server = Server(tmp_path / "log", *flags)
     try:
@@ -92,13 +92,13 @@ async def test_what_was_accepted_waits_for_the_disk(disk: Disk, tmp_path: Path) 
             background = {"model": "quire-demo", "input": "Once", "max_output_tokens": 400, "background": True}
             response = (await http.post("/v1/responses", json=background)).json()["id"]
             reading = [asyncio.create_task(stream(number)) for number in range(4)]
-            await until(lambda: state(server.url, batch)["request_counts"]["completed"] > 3)
+            await wait_until(lambda: state(server.url, batch)["request_counts"]["completed"] > 3)
             disk.fail()
             async with asyncio.timeout(60):
-                while (kept := await http.post("/v1/conversations", json=CONVERSATION)).status_code == 200:
+                while (conversation := await http.post("/v1/conversations", json=CONVERSATION)).status_code == 200:
                     pass
-            assert (kept.status_code, kept.json()["error"]["param"]) == (503, "data_dir")
-            await until(lambda: b"Nothing can be kept now" in server.get("/health").content)
+            assert (conversation.status_code, conversation.json()["error"]["param"]) == (503, "data_dir")
+            await wait_until(lambda: b"Nothing can be kept now" in server.get("/health").content)
             assert server.metric("quire:data_dir_refuses") == 1
             form = {"file": ("in.jsonl", b"x" * 1_000_000), "purpose": (None, "batch")}
             uploaded = await http.post("/v1/files", files=form)
@@ -111,8 +111,8 @@ async def test_what_was_accepted_waits_for_the_disk(disk: Disk, tmp_path: Path) 
             await asyncio.sleep(6)
             assert (await asyncio.to_thread(state, server.url, batch))["status"] == "in_progress"
             disk.mend()
-            await until(lambda: server.metric("quire:data_dir_refuses"), 0)
-            await until(lambda: server.get("/health").content, b"")
+            await wait_until(lambda: server.metric("quire:data_dir_refuses"), 0)
+            await wait_until(lambda: server.get("/health").content, b"")
             assert len(await asyncio.to_thread(results, server.url, batch)) == LINES
             async with asyncio.timeout(60):
                 while (told := (await http.get(f"/v1/responses/{response}")).json())["status"] == "in_progress":  # noqa: ASYNC110

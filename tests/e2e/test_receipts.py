@@ -43,39 +43,39 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
     return many
 
 
-def replayed(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[dict[str, Any]]]:
+def run_replay(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[dict[str, Any]]]:
     status = cli.main(["replay", *args, "--json", "--threads", "1"])
     return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-async def test_a_log_is_replayed_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_receipt_log_replays_equal_after_engine_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The log is written by two API processes, across an engine kill."""
-    log, asked = tmp_path / "receipts.jsonl", bodies()
+    log, requests = tmp_path / "receipts.jsonl", bodies()
     server = Server(tmp_path / "log", "--receipt-log", str(log), "--api-server-count", "2", "--threads", "1")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        answering = [asyncio.create_task(client.post(path, json=body)) for path, body in asked]
+        answering = [asyncio.create_task(client.post(path, json=body)) for path, body in requests]
         while server.metric("vllm:generation_tokens_total") < 200:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.05)
         pid = server.engine_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         answers = [await each for each in answering]
-    assert [each.status_code for each in answers] == [200] * len(asked)
+    assert [each.status_code for each in answers] == [200] * len(requests)
     assert server.stop() == 0
     lines = log.read_text().splitlines()
-    assert len(lines) == len(asked)
-    status, verdicts = await asyncio.to_thread(replayed, capsys, str(log))
+    assert len(lines) == len(requests)
+    status, verdicts = await asyncio.to_thread(run_replay, capsys, str(log))
     assert (status, {each["outcome"] for each in verdicts}) == (0, {"equal"}), verdicts
     assert sum(each["tokens"] for each in verdicts) > 1500
     receipt = json.loads(lines[3])
     receipt["choices"][0]["token_ids"][2] ^= 1
     log.write_text("\n".join([*lines[:3], json.dumps(receipt), "{}", *lines[4:]]))
-    status, verdicts = await asyncio.to_thread(replayed, capsys, str(log), "--max-num-batched-tokens", "64")
+    status, verdicts = await asyncio.to_thread(run_replay, capsys, str(log), "--max-num-batched-tokens", "64")
     assert (status, [each["outcome"] for each in verdicts[3:5]]) == (1, ["different", "refused"])
-    assert ("token 2: expected" in verdicts[3]["what"], len(verdicts)) == (True, len(asked) + 1)
+    assert ("token 2: expected" in verdicts[3]["what"], len(verdicts)) == (True, len(requests) + 1)
 
 
-def test_images_are_replayed_by_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_receipt_with_images_replays_with_image_files_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(save_tiny_vision(tmp_path / "model", max_position_embeddings=2048))
     server = Server(tmp_path / "log", path, "--num-kv-blocks", "256", "--threads", "1")
     files = [file_of(picture(seed, *size)) for seed, size in ((1, (120, 90)), (2, (60, 60)))]
@@ -85,20 +85,20 @@ def test_images_are_replayed_by_their_files(tmp_path: Path, capsys: pytest.Captu
         json.dumps(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json(), indent=1)
     )
     assert server.stop() == 0
-    status, (verdict,) = replayed(capsys, str(answer), "--model", path)
+    status, (verdict,) = run_replay(capsys, str(answer), "--model", path)
     assert (status, "it has images" in verdict["what"]) == (1, True)
     names = [str(tmp_path / f"{number}.png") for number in range(2)]
     for name, content in zip(names, files, strict=True):
         Path(name).write_bytes(content)
-    status, (verdict,) = replayed(capsys, str(answer), "--model", path, "--image", *names)
+    status, (verdict,) = run_replay(capsys, str(answer), "--model", path, "--image", *names)
     assert (status, verdict["outcome"], verdict["tokens"]) == (0, "equal", 20), verdict
 
 
-def test_what_cannot_be_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_why_file_cannot_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = tmp_path / "nothing.json"
-    for content, told in (("", "has no receipt"), ('{"id": 1}', "this is not a receipt: it has no `receipt`")):
+    for content, message in (("", "has no receipt"), ('{"id": 1}', "this is not a receipt: it has no `receipt`")):
         nothing.write_text(content)
         assert cli.main(["replay", str(nothing)]) == 1
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert cli.main(["replay", str(tmp_path / "nowhere")]) == 1
     assert "No such file" in capsys.readouterr().err

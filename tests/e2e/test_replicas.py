@@ -60,41 +60,41 @@ async def running(client: EngineClient) -> AsyncIterator[EngineClient]:
         await client.engine_core.stop()
 
 
-async def computed(
+async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], began: asyncio.Event | None = None
 ) -> Tokens:
     """Return the tokens by request id. `began` is set when the first tokens arrive."""
-    found: Tokens = {request.id: [] for request in requests}
+    tokens: Tokens = {request.id: [] for request in requests}
     async for outputs in client.submit(requests):
         for output in outputs:
             assert output.error is None
-            found[output.id] += output.new_ids
+            tokens[output.id] += output.new_ids
         if began is not None:
             began.set()
-    return found
+    return tokens
 
 
 async def hit_rate(client: EngineClient, requests: Sequence[EngineCoreRequest]) -> tuple[float, Tokens]:
     """Run the first request of each prefix, then all others at once; return the cache hit rate and the tokens."""
     before = client.engine_core.stats
-    found = await computed(client, requests[:PREFIXES]) | await computed(client, requests[PREFIXES:])
+    tokens = await generate_tokens(client, requests[:PREFIXES]) | await generate_tokens(client, requests[PREFIXES:])
     queries = client.engine_core.stats.prefix_queries - before.prefix_queries
-    return (client.engine_core.stats.prefix_hits - before.prefix_hits) / queries, found
+    return (client.engine_core.stats.prefix_hits - before.prefix_hits) / queries, tokens
 
 
-async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> None:
+async def test_replicas_share_load_by_prefix_and_keep_tokens_after_kill() -> None:
     requests = streams()
     async with running(EngineClient(InProcessClient(CONFIG))) as one:
         single, expected = await hit_rate(one, requests)
     async with running(EngineClient(ReplicatedClient(CONFIG.model_copy(update={"data_parallel_size": 2})))) as client:
-        together, found = await hit_rate(client, requests)
-        assert found == expected
+        together, tokens = await hit_rate(client, requests)
+        assert tokens == expected
         assert together >= 0.9 * single > 0.5
         generated = [each.stats.generation_tokens for each in client.engine_core.engines]
         assert min(generated) > 0.2 * sum(generated), "both computed"
 
         began, weights = asyncio.Event(), Weights(client)
-        again = asyncio.create_task(computed(client, requests, began))
+        again = asyncio.create_task(generate_tokens(client, requests, began))
         await began.wait()
         await weights.sleep()
         assert all(each.asleep for each in client.engine_core.engines)
@@ -102,7 +102,7 @@ async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> Non
         assert await again == expected
 
         began.clear()
-        again = asyncio.create_task(computed(client, requests, began))
+        again = asyncio.create_task(generate_tokens(client, requests, began))
         await began.wait()
         assert client.engine_core.pid is not None
         os.kill(client.engine_core.pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_no_stream_notices_that_replicas_die(tmp_path: Path) -> None:
+async def test_answers_are_unchanged_when_replicas_are_killed(tmp_path: Path) -> None:
     flags = ("--threads", "2", "--tool-call-parser", "hermes")
     server = Server(tmp_path / "one", *flags)
     try:
@@ -146,15 +146,15 @@ async def test_no_stream_notices_that_replicas_die(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llm_has_replicas_too() -> None:
+def test_llm_with_data_parallel_replicas_equals_single_engine() -> None:
     prompts = [f"Number {number}: once upon a time" for number in range(12)]
     params = LLMParams(max_tokens=10, temperature=0.8, seed=3)
-    found = []
+    token_ids = []
     for count in (1, 2):
         llm = LLM(data_parallel_size=count, num_kv_blocks=1024, max_num_seqs=16)
-        found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        token_ids.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
         if count == 2:
             with pytest.raises(InvalidRequest, match="not available with multiprocessing or replicas"):
                 llm.load_weights([])
         llm.close()
-    assert found[0] == found[1]
+    assert token_ids[0] == token_ids[1]

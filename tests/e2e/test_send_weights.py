@@ -22,7 +22,7 @@ FILE = "model.safetensors"
 
 
 @pytest.mark.slow
-def test_a_folders_weights_are_sent_and_go_with_the_server(tmp_path: Path) -> None:
+def test_sent_weights_are_used_and_freed_after_server_kill(tmp_path: Path) -> None:
     torch.manual_seed(0)
     other = tmp_path / "other"
     other.mkdir()

@@ -33,32 +33,34 @@ async def complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) ->
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    return told["choices"][0]["token_ids"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    body_received = answer.json()
+    return body_received["choices"][0]["token_ids"], body_received["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def others(http: httpx.AsyncClient, first: int) -> None:
+async def fill_cache_with_others(http: httpx.AsyncClient, first: int) -> None:
     for number in range(6):
         await complete(http, [(first + number) * 7 % 1000 + 300 + place % 300 for place in range(480)])
 
 
-async def test_it_is_kept_and_brought_back_to_the_same_tokens(server: Server) -> None:
+async def test_pinned_session_keeps_blocks_and_warm_restores_same_tokens(server: Server) -> None:
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as http:
         talk = [400 + place * 13 % 900 for place in range(300)]
         answer, _ = await complete(http, talk, session_id="talk")
-        await others(http, 1)
+        await fill_cache_with_others(http, 1)
         talk += [*answer, 350, 351, 352]
         again, cached = await complete(http, talk, session_id="talk")
         assert cached == 304, "six others of four times the cache's size came between"
         assert server.metric("quire:sessions_kept") == 1
         assert server.metric("quire:session_returns_total") >= 1
-        wanted, _ = await complete(http, [*talk, *again, 360], cache_salt="elsewhere")
-        told = (await http.post("/v1/sessions/talk/warm", json={"session_ttl": 0.001})).json()
-        assert (told["object"], told["tokens"]) == ("session.warmed", len(talk) + len(again))
-        await others(http, 100)  # its TTL is over, so its blocks are evicted like others
-        told = (await http.post("/v1/sessions/talk/warm")).json()  # loaded from the tier, or computed if that is faster
-        assert told["tokens"] == told["cached_tokens"] + told["computed_tokens"]
-        found, cached = await complete(http, [*talk, *again, 360], session_id="talk")
-        assert (found, cached) == (wanted, 304)
+        expected, _ = await complete(http, [*talk, *again, 360], cache_salt="elsewhere")
+        warmed = (await http.post("/v1/sessions/talk/warm", json={"session_ttl": 0.001})).json()
+        assert (warmed["object"], warmed["tokens"]) == ("session.warmed", len(talk) + len(again))
+        await fill_cache_with_others(http, 100)  # its TTL is over, so its blocks are evicted like others
+        warmed = (
+            await http.post("/v1/sessions/talk/warm")
+        ).json()  # loaded from the tier, or computed if that is faster
+        assert warmed["tokens"] == warmed["cached_tokens"] + warmed["computed_tokens"]
+        actual, cached = await complete(http, [*talk, *again, 360], session_id="talk")
+        assert (actual, cached) == (expected, 304)
         assert (await http.post("/v1/sessions/walk/warm")).status_code == 404

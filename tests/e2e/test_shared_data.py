@@ -55,7 +55,7 @@ async def get(http: httpx.AsyncClient, path: str) -> httpx.Response:
             await asyncio.sleep(0.2)
 
 
-async def ended(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
+async def wait_until_ended(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
     async with asyncio.timeout(100):
         while (told := (await get(http, f"/v1/responses/{id}")).json())["status"] in WORKED_ON:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -66,27 +66,29 @@ def text(response: dict[str, Any]) -> str:
     return str(response["output"][0]["content"][0]["text"])
 
 
-async def test_a_response_in_the_background_is_everybodys(http: httpx.AsyncClient, server: Server) -> None:
+async def test_background_response_is_read_by_all_processes_and_survives_kills(
+    http: httpx.AsyncClient, server: Server
+) -> None:
     whole = (await http.post("/v1/responses", json=LONG)).json()
-    began = (await http.post("/v1/responses", json=LONG | {"background": True, "stream": False})).json()
-    seen = [(await http.get(f"/v1/responses/{began['id']}")).json()["status"] for _ in range(6)]
-    assert seen[0] != "completed", "too fast for this test"
-    assert "in_progress" in seen
+    background = (await http.post("/v1/responses", json=LONG | {"background": True, "stream": False})).json()
+    statuses = [(await http.get(f"/v1/responses/{background['id']}")).json()["status"] for _ in range(6)]
+    assert statuses[0] != "completed", "too fast for this test"
+    assert "in_progress" in statuses
     for pid in server.api_pids():  # one of them runs it
         os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(2)
-    told = await ended(http, began["id"])
-    assert (told["status"], text(told)) == (whole["status"], text(whole))
+    finished = await wait_until_ended(http, background["id"])
+    assert (finished["status"], text(finished)) == (whole["status"], text(whole))
 
 
-async def test_its_events_are_followed_through_another_process(http: httpx.AsyncClient) -> None:
-    asked = LONG | {"background": True, "stream": True}
-    async with http.stream("POST", "/v1/responses", json=asked) as answer:
+async def test_background_response_events_stream_from_any_process(http: httpx.AsyncClient) -> None:
+    body = LONG | {"background": True, "stream": True}
+    async with http.stream("POST", "/v1/responses", json=body) as answer:
         async for line in answer.aiter_lines():
-            if found := re.search(r'"id":"(resp_[^"]*)"', line):
+            if match := re.search(r'"id":"(resp_[^"]*)"', line):
                 break
-    assert found is not None
-    path = f"/v1/responses/{found[1]}?stream=true&starting_after=4"
+    assert match is not None
+    path = f"/v1/responses/{match[1]}?stream=true&starting_after=4"
     others = await asyncio.gather(*[http.get(path) for _ in range(6)])
     numbers = {tuple(map(int, re.findall(r'"sequence_number":(\d+)', each.text))) for each in others}
     late = {each for each in numbers if len(each) == 1}  # asked after its end, which returns the last event only
@@ -96,19 +98,19 @@ async def test_its_events_are_followed_through_another_process(http: httpx.Async
     assert all('"response.' in each.text for each in others)
 
 
-async def test_it_is_cancelled_and_deleted_through_another_process(http: httpx.AsyncClient) -> None:
+async def test_background_response_is_cancelled_and_deleted_by_any_process(http: httpx.AsyncClient) -> None:
     for how in ("cancel", "delete"):
         id = (await http.post("/v1/responses", json=LONG | {"background": True})).json()["id"]
         if how == "cancel":
             assert (await http.post(f"/v1/responses/{id}/cancel")).json()["status"] == "cancelled"
-            assert (await ended(http, id))["status"] == "cancelled"
+            assert (await wait_until_ended(http, id))["status"] == "cancelled"
         else:
             assert (await http.delete(f"/v1/responses/{id}")).json()["deleted"]
             assert {(await http.get(f"/v1/responses/{id}")).status_code for _ in range(6)} == {404}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_key_is_answered_once(http: httpx.AsyncClient, stream: bool) -> None:
+async def test_idempotency_key_generates_one_answer_across_processes(http: httpx.AsyncClient, stream: bool) -> None:
     body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 60, "stream": stream, "temperature": 1}
     key = {"Idempotency-Key": f"once {stream}"}
     answers = await asyncio.gather(*[http.post("/v1/completions", json=body, headers=key) for _ in range(8)])
@@ -122,19 +124,19 @@ async def test_a_key_is_answered_once(http: httpx.AsyncClient, stream: bool) -> 
     assert other.status_code == 422
 
 
-async def test_files_conversations_and_metrics_are_everybodys(http: httpx.AsyncClient) -> None:
+async def test_files_batches_conversations_and_metrics_are_shared(http: httpx.AsyncClient) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     line |= {"body": {"model": "quire-demo", "prompt": "Hi", "max_tokens": 4}}
     form = {"file": ("in.jsonl", json.dumps(line)), "purpose": (None, "batch")}
     file = (await http.post("/v1/files", files=form)).json()["id"]
-    found = [await http.get(f"/v1/files/{file}/content") for _ in range(6)]
-    assert {each.text for each in found} == {json.dumps(line)}
-    asked = {"input_file_id": file, "endpoint": "/v1/completions"}
-    batch = (await http.post("/v1/batches", json=asked)).json()["id"]
+    contents = [await http.get(f"/v1/files/{file}/content") for _ in range(6)]
+    assert {each.text for each in contents} == {json.dumps(line)}
+    batch_body = {"input_file_id": file, "endpoint": "/v1/completions"}
+    batch = (await http.post("/v1/batches", json=batch_body)).json()["id"]
     async with asyncio.timeout(60):
-        while (told := (await http.get(f"/v1/batches/{batch}")).json())["status"] != "completed":  # noqa: ASYNC110
+        while (batch_state := (await http.get(f"/v1/batches/{batch}")).json())["status"] != "completed":  # noqa: ASYNC110
             await asyncio.sleep(0.2)
-    assert told["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    assert batch_state["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
     talk = (await http.post("/v1/conversations", json={"metadata": {"a": "b"}})).json()["id"]
     item = {"type": "message", "role": "user", "content": "Hi"}
     assert (await http.post(f"/v1/conversations/{talk}/items", json={"items": [item]})).status_code == 200
@@ -143,13 +145,15 @@ async def test_files_conversations_and_metrics_are_everybodys(http: httpx.AsyncC
     }
     assert {len((await http.get(f"/v1/conversations/{talk}/items")).json()["data"]) for _ in range(6)} == {1}
     await asyncio.sleep(1)
-    kept = re.compile(r"^quire:(?:kept_bytes|batch\w*|streams_resumed_total)\{.*$", re.MULTILINE)
-    told_by = [tuple(kept.findall((await http.get("/metrics")).text)) for _ in range(6)]
-    assert len(set(told_by)) == 1
-    assert any(re.search(r'batch_requests_total\{.*"completed".* [1-9]', each) for each in told_by[0]), told_by[0]
+    shared_metrics = re.compile(r"^quire:(?:kept_bytes|batch\w*|streams_resumed_total)\{.*$", re.MULTILINE)
+    metrics_by_process = [tuple(shared_metrics.findall((await http.get("/metrics")).text)) for _ in range(6)]
+    assert len(set(metrics_by_process)) == 1
+    assert any(re.search(r'batch_requests_total\{.*"completed".* [1-9]', each) for each in metrics_by_process[0]), (
+        metrics_by_process[0]
+    )
 
 
-async def test_another_server_does_not_start_on_the_same_folder(server: Server, tmp_path: Path) -> None:
+async def test_second_server_rejects_data_dir_in_use(server: Server, tmp_path: Path) -> None:
     data = str(server.log.parent / "data")
     second = Server(tmp_path / "log", *SMALL, "--data-dir", data, "--api-server-count", "2", wait=False)
     assert await asyncio.to_thread(second.process.wait, 60) == 1

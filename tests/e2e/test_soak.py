@@ -69,23 +69,23 @@ def words(rng: random.Random, most: int = 40) -> str:
 
 
 def body(rng: random.Random) -> dict[str, Any]:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt": words(rng),
         **{"max_tokens": rng.randint(1, 12), "seed": rng.randrange(99), "n": rng.choice((1, 1, 1, 2))},
     }
     kind = rng.random()
     if kind < 0.05:
-        asked["logprobs"] = 3
+        fields["logprobs"] = 3
     elif kind < 0.1:
-        asked["response_format"] = KINDS["json"]["response_format"]
+        fields["response_format"] = KINDS["json"]["response_format"]
     elif kind < 0.11:
-        asked["structured_outputs"] = {"regex": f"[ab]{{{rng.randint(1, 500)}}}"}
+        fields["structured_outputs"] = {"regex": f"[ab]{{{rng.randint(1, 500)}}}"}
     elif kind < 0.13:
-        asked["temperature"] = -1
-    return asked
+        fields["temperature"] = -1
+    return fields
 
 
-def others(rng: random.Random) -> dict[str, dict[str, Any]]:
+def other_bodies(rng: random.Random) -> dict[str, dict[str, Any]]:
     """A body for each of the other endpoints that answer at once."""
     messages = [{"role": "user", "content": words(rng)} for _ in range(rng.choice((1, 1, 3)))]
     tools = {"tools": KINDS["tools"]["tools"], "tool_choice": "required"} if rng.random() < 0.2 else {}
@@ -108,7 +108,7 @@ def others(rng: random.Random) -> dict[str, dict[str, Any]]:
     }
 
 
-async def talk(client: httpx.AsyncClient, rng: random.Random) -> None:
+async def use_conversation(client: httpx.AsyncClient, rng: random.Random) -> None:
     """Use a conversation with a background response; sometimes delete all that is stored."""
     path = f"{CONVERSATIONS}/{(await client.post(CONVERSATIONS, json={})).json()['id']}"
     item = {"role": "user", "content": words(rng)}
@@ -129,12 +129,12 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
     """Send a request as users do: read to its end, left midway, or abandoned before the first byte."""
     kind = rng.random()
     if kind < 0.35:
-        path, other = rng.choice(list(others(rng).items()))
+        path, other = rng.choice(list(other_bodies(rng).items()))
         answer = await client.post(path, json=other)
         assert answer.status_code == 200, (path, answer.text)
         return
     if kind < 0.4:
-        return await talk(client, rng)
+        return await use_conversation(client, rng)
     if kind < 0.5:
         assert (await client.get(rng.choice(LOOKED_AT))).status_code in (200, 404)
         return
@@ -169,9 +169,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.timeout(6000)
-async def test_finished_requests_leave_no_memory_threads_or_files(server: Server) -> None:
+async def test_finished_requests_leak_no_memory_threads_or_files(server: Server) -> None:
     pids = {"API": server.process.pid, "engine": server.engine_pid(), "workers": forker(server)}
-    seen: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
+    footprints: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
     limits = httpx.Limits(max_connections=USERS, max_keepalive_connections=USERS // 2)
     for part in range(LOOKS):
         rngs = [random.Random(f"{part} {number}") for number in range(REQUESTS // LOOKS)]
@@ -187,13 +187,13 @@ async def test_finished_requests_leave_no_memory_threads_or_files(server: Server
 
             await asyncio.gather(*map(one, rngs))
             for name, pid in pids.items():
-                seen[name].append(((part + 1) * len(rngs), Footprint.of(pid)))
+                footprints[name].append(((part + 1) * len(rngs), Footprint.of(pid)))
     async with asyncio.timeout(60):
         while server.metric("vllm:num_requests_running") or server.metric("vllm:kv_cache_usage_perc"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert server.metric("vllm:num_requests_waiting") == 0
     assert server.metric("quire:engine_deaths_total") == 0
-    for name, looks in seen.items():
+    for name, looks in footprints.items():
         warm = looks[LOOKS // 2 :]
         per_request = slope([(count, look.rss) for count, look in warm])
         print(f"{name}: {warm[-1][1].rss / 2**20:.1f} MiB, {per_request:.0f} bytes per request more", end="; ")

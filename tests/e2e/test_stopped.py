@@ -36,11 +36,11 @@ TEXT = "The fox and the crow. " * 5000
 
 
 def children(pid: int, module: bytes) -> list[int]:
-    found = []
+    child_pids = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         pids = map(int, (task / "children").read_text().split())
-        found += [each for each in pids if module in Path(f"/proc/{each}/cmdline").read_bytes()]
-    return found
+        child_pids += [each for each in pids if module in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return child_pids
 
 
 def forkers(server: Server) -> list[int]:
@@ -80,7 +80,7 @@ PROCESSES = {
 }
 
 
-async def posted(client: httpx.AsyncClient, path: str, body: dict[str, Any], *fields: str) -> Any:
+async def post_and_pick_fields(client: httpx.AsyncClient, path: str, body: dict[str, Any], *fields: str) -> Any:
     response = await client.post(path, json=body)
     if response.status_code == 503:
         assert response.headers["Retry-After"]
@@ -96,19 +96,19 @@ class Refused(Exception):
 ASKS: dict[str, Callable[[httpx.AsyncClient], Any]] = {
     "chat": lambda client: answer(client, KINDS["chat"]),
     "completion": lambda client: answer(client, KINDS["seeded"] | {"max_tokens": 400, "ignore_eos": True}),
-    "responses": lambda client: responded(client),
-    "tokenize": lambda client: posted(client, "/tokenize", {"prompt": TEXT}, "tokens"),
+    "responses": lambda client: post_response(client),
+    "tokenize": lambda client: post_and_pick_fields(client, "/tokenize", {"prompt": TEXT}, "tokens"),
 }
 
 
-async def responded(client: httpx.AsyncClient) -> Any:
+async def post_response(client: httpx.AsyncClient) -> Any:
     body = {"input": "Tell me of a crow.", "temperature": 0, "max_output_tokens": 60}
-    (output,) = await posted(client, "/v1/responses", body, "output")
+    (output,) = await post_and_pick_fields(client, "/v1/responses", body, "output")
     return [part["text"] for item in output for part in item["content"]]
 
 
 @pytest.mark.parametrize("name", ["worker", "rank", *slow("forker", "engine", "stage", "replica", "api process")])
-async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path: Path) -> None:
+async def test_every_request_ends_while_one_process_is_stopped(name: str, tmp_path: Path) -> None:
     kind = PROCESSES[name]
     if name in ("rank", "stage") and MISSING is not None:
         pytest.skip(MISSING)
@@ -119,18 +119,18 @@ async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path
         limits = httpx.Limits(max_keepalive_connections=0, max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
             expected = {what: await ask(client) for what, ask in ASKS.items()}
-            before = [asyncio.create_task(ended(client, what)) for what in ASKS for _ in range(4)]
+            before = [asyncio.create_task(answer_or_error(client, what)) for what in ASKS for _ in range(4)]
             if kind.kill is None:
                 await asyncio.sleep(0.1)
             for pid in () if kind.kill is None else kind.kill(server):
                 os.kill(pid, signal.SIGKILL)
             os.kill(kind.find(server)[0], signal.SIGSTOP)
-            after = [asyncio.create_task(ended(client, what)) for what in ASKS for _ in range(4)]
-            found = await asyncio.gather(*before, *after)
-            bad = [(what, end) for what, end in found if end != expected[what] and not allowed(kind, what, end)]
+            after = [asyncio.create_task(answer_or_error(client, what)) for what in ASKS for _ in range(4)]
+            outcomes = await asyncio.gather(*before, *after)
+            bad = [(what, end) for what, end in outcomes if end != expected[what] and not allowed(kind, what, end)]
             assert not bad, bad
             for what in ASKS:
-                while isinstance(end := (await ended(client, what))[1], httpx.TransportError):
+                while isinstance(end := (await answer_or_error(client, what))[1], httpx.TransportError):
                     assert kind.breaks
                 assert end == expected[what], "another process has taken its place"
             assert server.process.poll() is None
@@ -144,14 +144,14 @@ async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path
 
 
 @pytest.mark.slow
-async def test_api_processes_say_that_the_process_behind_them_is_stopped(tmp_path: Path) -> None:
+async def test_api_processes_return_503_and_errors_while_leader_is_stopped(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--threads", "2", "--api-server-count", "2")
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             expected = {what: await ask(client) for what, ask in ASKS.items()}
             os.kill(server.process.pid, signal.SIGSTOP)
-            found = await asyncio.gather(*[ended(client, "completion") for _ in range(4)])
-            for _, end in found:  # before a stream has begun, or within it
+            outcomes = await asyncio.gather(*[answer_or_error(client, "completion") for _ in range(4)])
+            for _, end in outcomes:  # before a stream has begun, or within it
                 assert isinstance(end, AssertionError), end
                 assert "no heartbeat" in str(end)
             assert (await client.get("/health")).status_code == 503
@@ -164,7 +164,7 @@ async def test_api_processes_say_that_the_process_behind_them_is_stopped(tmp_pat
         server.process.wait()
 
 
-async def test_a_signal_shows_what_threads_do_and_ends_no_process(tmp_path: Path) -> None:
+async def test_sigusr1_logs_thread_stacks_and_ends_no_process(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--threads", "2")
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
@@ -183,7 +183,7 @@ async def test_a_signal_shows_what_threads_do_and_ends_no_process(tmp_path: Path
         server.process.wait()
 
 
-async def ended(client: httpx.AsyncClient, what: str) -> tuple[str, Any]:
+async def answer_or_error(client: httpx.AsyncClient, what: str) -> tuple[str, Any]:
     """Return the request's kind and its answer or error. Fails if there is neither in time."""
     try:
         async with asyncio.timeout(SECONDS):

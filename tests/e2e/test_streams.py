@@ -107,17 +107,19 @@ async def read_all(url: list[str], count: int, cuts: int) -> list[Reader]:
 
 def content(reader: Reader) -> dict[int, list[Any]]:
     """Chunks by choice, without fields that differ between requests."""
-    found: dict[int, list[Any]] = {}
+    chunks: dict[int, list[Any]] = {}
     for event in reader.events:
         data = event.rpartition(b"data: ")[2]
         if data != b"[DONE]":
-            given = re.sub(rb'"(id|item_id|call_id)":"[^"]*"', b'"id":""', data)
-            given = re.sub(rb'"(created|created_at|completed_at)":\d+', b'"at":0', given)
-            given = re.sub(rb'"(cached_tokens|cache_read_input_tokens|input_tokens)":\d+', b'"cached":0', given)
-            told = json.loads(given)
-            choices = told.get("choices")
-            found.setdefault(choices[0]["index"] if choices else 0, []).append(told)
-    return found
+            normalized = re.sub(rb'"(id|item_id|call_id)":"[^"]*"', b'"id":""', data)
+            normalized = re.sub(rb'"(created|created_at|completed_at)":\d+', b'"at":0', normalized)
+            normalized = re.sub(
+                rb'"(cached_tokens|cache_read_input_tokens|input_tokens)":\d+', b'"cached":0', normalized
+            )
+            chunk = json.loads(normalized)
+            choices = chunk.get("choices")
+            chunks.setdefault(choices[0]["index"] if choices else 0, []).append(chunk)
+    return chunks
 
 
 @needs_proc
@@ -127,7 +129,9 @@ def content(reader: Reader) -> dict[int, list[Any]]:
     ("count", "kills", "processes"),
     [(16, 2, 2), pytest.param(16, 2, 1, marks=pytest.mark.slow), pytest.param(64, 3, 2, marks=pytest.mark.slow)],
 )
-async def test_streams_outlive_all_processes(count: int, kills: int, processes: int, tmp_path: Path) -> None:
+async def test_resumed_streams_equal_uncut_streams_after_process_kills(
+    count: int, kills: int, processes: int, tmp_path: Path
+) -> None:
     """`processes` is the number of API processes; if there are several, one is also killed alone."""
     flags = [*SMALL, "--data-dir", str(tmp_path / "data"), "--api-server-count", str(processes)]
     server = Server(tmp_path / "first.log", *flags)
@@ -154,9 +158,9 @@ async def test_streams_outlive_all_processes(count: int, kills: int, processes: 
     assert sum(reader.resumed for reader in readers) > count
     for reader, uncut in zip(readers, whole, strict=True):
         assert len({event.partition(b"\n")[0] for event in reader.events}) == len(reader.events), "each event once"
-        for choice, told in content(uncut).items():
-            for at, (got, expected) in enumerate(zip(content(reader)[choice], told, strict=True)):
-                assert got == expected, f"{call(reader.number)}: event {at} of {len(told)}, choice {choice}"
+        for choice, uncut_chunks in content(uncut).items():
+            for at, (actual, expected) in enumerate(zip(content(reader)[choice], uncut_chunks, strict=True)):
+                assert actual == expected, f"{call(reader.number)}: event {at} of {len(uncut_chunks)}, choice {choice}"
 
 
 class _Never(random.Random):

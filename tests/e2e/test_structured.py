@@ -55,7 +55,7 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
-def streamed(client: openai.OpenAI, kill: Server | None = None, **more: Any) -> dict[int, tuple[str, str | None]]:
+def stream_choices(client: openai.OpenAI, kill: Server | None = None, **more: Any) -> dict[int, tuple[str, str | None]]:
     """Text and finish reason of each choice. The engine of `kill` is killed after some chunks."""
     texts: dict[int, str] = {}
     reasons: dict[int, str | None] = {}
@@ -70,15 +70,15 @@ def streamed(client: openai.OpenAI, kill: Server | None = None, **more: Any) -> 
     return {index: (text, reasons[index]) for index, text in texts.items()}
 
 
-def test_streamed_whole_and_interrupted_answers_are_the_same(client: openai.OpenAI, server: Server) -> None:
+def test_json_schema_answers_are_same_streamed_whole_and_after_kill(client: openai.OpenAI, server: Server) -> None:
     whole = client.chat.completions.create(n=2, **ASKED)
     answers = {choice.index: (choice.message.content or "", choice.finish_reason) for choice in whole.choices}
     for text, reason in answers.values():
         assert reason == "stop"
         jsonschema.validate(json.loads(text), SCHEMA)
     assert answers[0] != answers[1]
-    assert streamed(client, n=2) == answers
-    assert streamed(client, n=2, kill=server) == answers
+    assert stream_choices(client, n=2) == answers
+    assert stream_choices(client, n=2, kill=server) == answers
 
 
 class Story(BaseModel, extra="forbid"):
@@ -86,15 +86,15 @@ class Story(BaseModel, extra="forbid"):
     chapters: int = Field(ge=1, le=9)
 
 
-def test_the_sdk_parses_into_a_pydantic_model(client: openai.OpenAI) -> None:
-    asked = ASKED | {"response_format": Story}
-    whole = client.chat.completions.parse(**asked).choices[0].message.parsed
+def test_openai_sdk_parses_answer_into_pydantic_model(client: openai.OpenAI) -> None:
+    options = ASKED | {"response_format": Story}
+    whole = client.chat.completions.parse(**options).choices[0].message.parsed
     assert isinstance(whole, Story)
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**options) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == whole
 
 
-def test_a_wrong_schema_is_a_400(client: openai.OpenAI) -> None:
+def test_invalid_json_schema_is_rejected_with_400(client: openai.OpenAI) -> None:
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "required": 3}}}
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(**ASKED | {"response_format": wrong})

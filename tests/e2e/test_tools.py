@@ -37,19 +37,19 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
 
 @pytest.mark.parametrize("choice", MUST, ids=["required", "named"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_required_call_is_made(client: OpenAI, choice: Any, temperature: float) -> None:
-    asked: dict[str, Any] = {
+def test_required_tool_call_is_valid_whole_and_streamed(client: OpenAI, choice: Any, temperature: float) -> None:
+    options: dict[str, Any] = {
         **{"model": "quire-demo", "messages": [{"role": "user", "content": "Hello"}], "seed": 1, "max_tokens": 200},
         **{"tools": TOOLS, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False},
     }
-    whole = client.chat.completions.create(**asked).choices[0]
+    whole = client.chat.completions.create(**options).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content is None
     (call,) = whole.message.tool_calls or []
     arguments = json.loads(call.function.arguments)
     assert arguments["city"] in ("Rome", "Oslo")
     assert arguments["days"] in range(1, 10)
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**options) as stream:
         streamed = stream.get_final_completion().choices[0]
     (same,) = streamed.message.tool_calls or []
     assert (same.function.name, same.function.arguments) == ("weather", call.function.arguments)
@@ -61,7 +61,7 @@ class Weather(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
-def test_the_sdk_parses_a_call_into_a_pydantic_model(client: OpenAI) -> None:
+def test_openai_sdk_parses_tool_call_into_pydantic_model(client: OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="quire-demo",
         messages=[{"role": "user", "content": "Hello"}],
@@ -74,7 +74,7 @@ def test_the_sdk_parses_a_call_into_a_pydantic_model(client: OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
-def test_max_tokens_finishes_with_length(client: OpenAI) -> None:
+def test_tool_call_cut_by_max_tokens_finishes_with_length(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="quire-demo",
         messages=[{"role": "user", "content": "Hi"}],

@@ -16,7 +16,7 @@ from tests.server.observe.test_engine_trace import check
 pytestmark = pytest.mark.slow
 
 
-def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_command_records_engine_steps_and_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = Server(tmp_path / "log", "--api-key", "secret")
     headers = {"Authorization": "Bearer secret"}
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "n": 3}
@@ -27,12 +27,12 @@ def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "trace.json"
     assert cli.main(["trace", "--url", server.url, "--seconds", "1", "-o", str(out), "--api-key", "secret"]) == 0
     asking.join()
-    found = json.loads(out.read_text())
-    check(found)
-    phases, seconds = found["otherData"]["phases_seconds"], found["otherData"]["seconds"]
+    trace = json.loads(out.read_text())
+    check(trace)
+    phases, seconds = trace["otherData"]["phases_seconds"], trace["otherData"]["seconds"]
     assert phases.keys() == {"between steps", "schedule", "compute", "apply"}
     assert sum(phases.values()) == pytest.approx(seconds, abs=0.001), "no moment is left out or counted twice"
-    steps = [event for event in found["traceEvents"] if event["ph"] == "X" and event["cat"] == "step"]
+    steps = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "step"]
     assert max(event["args"]["rows"] for event in steps) == 3
     assert "ui.perfetto.dev" in capsys.readouterr().out
     assert cli.main(["trace", "--url", server.url, "--api-key", "wrong"]) == 1

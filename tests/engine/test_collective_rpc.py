@@ -15,30 +15,30 @@ from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 
 
-def width(worker: RankWorker, more: int, *, times: int = 1) -> tuple[int, int]:
+def rank_and_width(worker: RankWorker, more: int, *, times: int = 1) -> tuple[int, int]:
     return worker.rank, (worker.model.spec.hidden_size + more) * times
 
 
-def fails(worker: RankWorker) -> None:
+def raise_on_rank(worker: RankWorker) -> None:
     raise ValueError(f"on {worker.rank}")
 
 
-def leaves(worker: RankWorker) -> None:
+def exit_with_rank(worker: RankWorker) -> None:
     sys.exit(worker.rank)
 
 
-def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
+def test_collective_rpc_runs_function_and_names_failing_rank() -> None:
     llm = LLM(num_kv_blocks=40)
-    ((rank, found),) = llm.collective_rpc(width, args=(1,), kwargs={"times": 2})
-    assert (rank, found % 2) == (0, 0)
-    (told,) = llm.collective_rpc("describe")
-    assert (told["rank"], told["world_size"], told["device"]) == (0, 1, "cpu")
+    ((rank, result),) = llm.collective_rpc(rank_and_width, args=(1,), kwargs={"times": 2})
+    assert (rank, result % 2) == (0, 0)
+    (description,) = llm.collective_rpc("describe")
+    assert (description["rank"], description["world_size"], description["device"]) == (0, 1, "cpu")
     (table,) = llm.collective_rpc("parameters")
     assert table["model.embed_tokens.weight"][1] == "bfloat16"
     with pytest.raises(EngineError, match="rank 0: ValueError: on 0"):
-        llm.collective_rpc(fails)
+        llm.collective_rpc(raise_on_rank)
     with pytest.raises(EngineError, match="rank 0: SystemExit: 0"):
-        llm.collective_rpc(leaves)
+        llm.collective_rpc(exit_with_rank)
     with pytest.raises(InvalidRequest, match=r"method: there is no 'model', but describe and parameters"):
         llm.collective_rpc("model")
     assert {name for name in vars(RankWorker) if callable(getattr(RankWorker, name)) and name[0] != "_"} == set(
@@ -52,14 +52,14 @@ def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_and_every_engine_answers_while_tokens_go_on() -> None:
+def test_collective_rpc_returns_results_of_all_ranks_and_replicas() -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     alone = LLM(num_kv_blocks=40).generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
     ranks = LLM(num_kv_blocks=40, tensor_parallel_size=2)
-    assert [each[0] for each in ranks.collective_rpc(width, args=(0,))] == [0, 1]
+    assert [each[0] for each in ranks.collective_rpc(rank_and_width, args=(0,))] == [0, 1]
     assert [each["rank"] for each in ranks.collective_rpc("describe")] == [0, 1]
     with pytest.raises(EngineError, match="rank 0: ValueError: on 0; rank 1: ValueError: on 1"):
-        ranks.collective_rpc(fails)
+        ranks.collective_rpc(raise_on_rank)
     again = ranks.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
     assert len(again) == len(alone)
     ranks.close()
@@ -70,7 +70,7 @@ def test_every_rank_and_every_engine_answers_while_tokens_go_on() -> None:
         LLM(num_kv_blocks=40, pipeline_parallel_size=2).collective_rpc("describe")
 
 
-def test_priorities_are_one_for_each_prompt() -> None:
+def test_generate_requires_one_priority_per_prompt() -> None:
     llm = LLM(num_kv_blocks=40, max_num_seqs=1, threads=1)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     plain = [each.outputs[0].token_ids for each in llm.generate(["a", "b"], params, use_tqdm=False)]
@@ -81,7 +81,7 @@ def test_priorities_are_one_for_each_prompt() -> None:
             llm.generate(["a", "b"], params, priority=wrong)  # type: ignore[arg-type]
 
 
-async def test_over_http_names_alone_are_called_where_the_operator_lets_them() -> None:
+async def test_collective_rpc_endpoint_requires_dev_endpoints_and_admin_key() -> None:
     body: dict[str, Any] = {"method": "describe"}
     async with open_api(FakeEngine(hashed(b"a"))) as api:
         refused = await api.http.post("/collective_rpc", json=body)

@@ -32,12 +32,12 @@ def mixed_requests() -> list[EngineCoreRequest]:
     """24 requests: greedy and sampled, short and long, some with a common prefix."""
     generator = torch.Generator().manual_seed(5)
     common = torch.randint(3, VOCAB, (70,), generator=generator).tolist()
-    made = []
+    requests = []
     for i in range(24):
         own = torch.randint(3, VOCAB, (1 + 7 * i % 90,), generator=generator).tolist()
         prompt = common[: 16 * (i % 4) + 5] + own if i % 2 else own
-        made.append(request(str(i), prompt, seed=1000 + i, max_tokens=20 + i % 13, **SETTINGS[i % len(SETTINGS)]))
-    return made
+        requests.append(request(str(i), prompt, seed=1000 + i, max_tokens=20 + i % 13, **SETTINGS[i % len(SETTINGS)]))
+    return requests
 
 
 def tokens(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, list[int]]:
@@ -66,7 +66,7 @@ OTHERS = ("phi3-longrope", "ministral3", "granite", "olmo2", "hunyuan_v1_dense",
         *(pytest.param("bfloat16", name, "cuda", "qwen3", marks=pytest.mark.gpu) for name in GPU_BACKENDS),
     ],
 )
-def test_tokens_do_not_depend_on_what_else_runs(
+def test_tokens_do_not_depend_on_batch_chunking_cache_or_replay(
     dtype: str, backend: str, device: str, family: str, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
@@ -77,7 +77,7 @@ def test_tokens_do_not_depend_on_what_else_runs(
         where["enforce_eager"] = backend == "reference"  # a CUDA graph cannot capture the reference
         return EngineCore(EngineConfig(model=str(path), dtype=dtype, **where, **options))
 
-    if device == "cuda" and (reason := gpu_lacks(backend)) is not None:
+    if device == "cuda" and (reason := gpu_backend_error(backend)) is not None:
         pytest.skip(reason)
     requests = mixed_requests()
     warm = engine()
@@ -110,24 +110,24 @@ def test_tokens_do_not_depend_on_what_else_runs(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
-def test_log_probabilities_keep_their_bits(family: str, dtype: str, backend: str, tmp_path: Path) -> None:
+def test_logprob_bits_do_not_depend_on_batch_or_chunking(family: str, dtype: str, backend: str, tmp_path: Path) -> None:
     """Families with sliding windows, softcaps and two RoPE tables."""
     path = save_tiny_model(tmp_path, family, vocab_size=VOCAB + 7)
     generator = torch.Generator().manual_seed(8)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (90, 1, 37, 64)]
-    asked = [request(str(i), p, max_tokens=9, logprobs=2, prompt_logprobs=2) for i, p in enumerate(prompts)]
+    requests = [request(str(i), p, max_tokens=9, logprobs=2, prompt_logprobs=2) for i, p in enumerate(prompts)]
 
-    def found(*together: EngineCoreRequest, **options: int) -> dict[str, object]:
+    def answers_of(*together: EngineCoreRequest, **options: int) -> dict[str, object]:
         where = {"model": str(path), "dtype": dtype, "attention_backend": backend, "num_kv_blocks": 64}
         answers = run(EngineCore(EngineConfig(**where, enable_prefix_caching=False, **options)), together)
         return {name: (each.ids, each.logprobs, each.prompt_logprobs) for name, each in answers.items()}
 
-    alone = {each.id: found(each)[each.id] for each in asked}
-    assert found(*asked) == alone
-    assert found(*asked, max_num_batched_tokens=11) == alone
+    alone = {each.id: answers_of(each)[each.id] for each in requests}
+    assert answers_of(*requests) == alone
+    assert answers_of(*requests, max_num_batched_tokens=11) == alone
 
 
-def gpu_lacks(backend: str) -> str | None:
+def gpu_backend_error(backend: str) -> str | None:
     try:
         select_backend(torch.device("cuda"), torch.bfloat16, 32, backend)
     except ValueError as error:
@@ -135,7 +135,7 @@ def gpu_lacks(backend: str) -> str | None:
     return None
 
 
-def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
+def test_common_prefix_is_computed_once(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", max_position_embeddings=1024)
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=2000))
     generator = torch.Generator().manual_seed(3)
@@ -147,7 +147,7 @@ def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
     assert sorted(answer.cached_tokens for answer in answers.values()) == [0] + [800] * 99
 
 
-def test_salts_and_the_switch_keep_prefixes_apart(tmp_path: Path) -> None:
+def test_cache_salt_and_disabled_prefix_cache_prevent_hits(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=100))
     prompt = list(range(3, 103))
@@ -158,7 +158,7 @@ def test_salts_and_the_switch_keep_prefixes_apart(tmp_path: Path) -> None:
     assert [run(without, [request(name, prompt)])[name].cached_tokens for name in "ab"] == [0, 0]
 
 
-def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
+def test_generation_engine_rejects_pooling_requests_only(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32, runner="generate"))
     tokens = request("tokens", range(3, 60), max_tokens=6)
@@ -184,7 +184,7 @@ def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path
         ("float16", "reference", False),
     ],
 )
-def test_the_promise_is_made_where_it_is_tested(dtype: str, backend: str, promised: bool, tmp_path: Path) -> None:
+def test_deterministic_flag_follows_dtype_and_backend(dtype: str, backend: str, promised: bool, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     options = {"model": str(path), "dtype": dtype, "attention_backend": backend, "device": "cpu", "num_kv_blocks": 20}
     assert EngineCore(EngineConfig(**options)).info.deterministic is promised
@@ -195,7 +195,7 @@ def test_the_promise_is_made_where_it_is_tested(dtype: str, backend: str, promis
             EngineCore(EngineConfig(**options, deterministic=True))
 
 
-def test_bfloat16_that_onednn_does_not_pack_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_backend_without_onednn_is_not_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs without AVX-512, F.linear multiplies bfloat16."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     path = save_tiny_model(tmp_path, "llama")

@@ -46,7 +46,7 @@ def asked(seed: int = 5) -> list[EngineCoreRequest]:
     return [request(str(at), text[:length], seed=at, max_tokens=20, **kind) for at, (length, kind) in enumerate(kinds)]
 
 
-def equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+def assert_equal_answers(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
     assert found.keys() == expected.keys()
     for name, answer in expected.items():
         assert found[name].ids == answer.ids, name
@@ -64,15 +64,17 @@ ranks, and fewer."""
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bits_of_ranks_that_divide_heads(family: str, ranks: int, dtype: str, tmp_path: Path) -> None:
+def test_context_parallel_gives_bits_of_ranks_that_divide_heads(
+    family: str, ranks: int, dtype: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family, max_position_embeddings=2048)
     expected = run(engine(path, ranks, divides=False, dtype=dtype), asked())
     divided = engine(path, ranks, divides=True, dtype=dtype)
-    equal(run(divided, asked()), expected)
-    equal(run(divided, asked()), expected)  # with cached prefixes, also by copies of partial blocks
+    assert_equal_answers(run(divided, asked()), expected)
+    assert_equal_answers(run(divided, asked()), expected)  # with cached prefixes, also by copies of partial blocks
     divided.reset_prefix_cache()
     for each in asked():  # alone, after a reset of the prefix cache
-        equal(run(divided, [each]), {each.id: expected[each.id]})
+        assert_equal_answers(run(divided, [each]), {each.id: expected[each.id]})
 
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -87,41 +89,43 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("setting", PAIRS)
-def test_with_every_other_setting(setting: str, tmp_path: Path) -> None:
+def test_context_parallel_equals_tensor_parallel_with_other_settings(setting: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", max_position_embeddings=2048, intermediate_size=256)
-    given = PAIRS[setting]
-    whole = {name: value for name, value in given.items() if name != "num_kv_blocks"}
+    options = PAIRS[setting]
+    whole = {name: value for name, value in options.items() if name != "num_kv_blocks"}
     expected = run(engine(path, 2, divides=False, **whole), asked())
-    divided = engine(path, 2, divides=True, **given)
-    equal(run(divided, asked()), expected)
+    divided = engine(path, 2, divides=True, **options)
+    assert_equal_answers(run(divided, asked()), expected)
     assert divided.engine_stats.preemptions > 0 or setting != "preempted"
 
 
-def test_a_grammar_behind_a_long_prompt(tmp_path: Path) -> None:
+def test_context_parallel_grammar_after_long_prompt_equals_tensor_parallel(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", max_position_embeddings=2048)
-    wanted = [request("json", asked()[3].prompt_ids, seed=1, max_tokens=30, temperature=1.0, grammar=json_grammar({}))]
-    expected = run(engine(path, 2, divides=False), wanted)
-    equal(run(engine(path, 2, divides=True), wanted), expected)
+    requests = [
+        request("json", asked()[3].prompt_ids, seed=1, max_tokens=30, temperature=1.0, grammar=json_grammar({}))
+    ]
+    expected = run(engine(path, 2, divides=False), requests)
+    assert_equal_answers(run(engine(path, 2, divides=True), requests), expected)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava", "gemma4 of 2 B", "gemma3"])
-def test_prompts_with_images(name: str, tmp_path: Path) -> None:
+def test_context_parallel_image_prompts_equal_tensor_parallel(name: str, tmp_path: Path) -> None:
     """The vision tower divides no keys. A model whose image tokens see each other serves text only."""
     path = save_family(tmp_path, name)
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048, "num_kv_blocks": 160}
     divided = engine(path, 2, divides=True, **options)
     if name == "gemma3":
         assert "--decode-context-parallel-size" in divided.info.no_images
-        equal(run(divided, [asked()[0]]), run(engine(path, 2, divides=False, **options), [asked()[0]]))
+        assert_equal_answers(run(divided, [asked()[0]]), run(engine(path, 2, divides=False, **options), [asked()[0]]))
         return
-    wanted = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 2)]
-    expected = run(engine(path, 2, divides=False, **options), wanted)
-    equal(run(divided, wanted), expected)
-    equal(run(divided, wanted), expected)
+    requests = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 2)]
+    expected = run(engine(path, 2, divides=False, **options), requests)
+    assert_equal_answers(run(divided, requests), expected)
+    assert_equal_answers(run(divided, requests), expected)
 
 
-def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
+def test_context_parallel_serves_context_larger_than_one_rank(tmp_path: Path) -> None:
     """With one key-value head, ranks that divide heads each keep the whole context; ranks that divide tokens keep a
     part.
     """
@@ -131,9 +135,9 @@ def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
     assert 1.8 * contexts[0] < contexts[1] < 8192, "pages are larger, so it is not quite twice"
     text = (asked()[3].prompt_ids * 8)[: contexts[0] + 300]
     plenty = {"max_model_len": 8192, "num_kv_blocks": 600}
-    wanted = [request("long", text, seed=1, max_tokens=9, logprobs=1)]
-    expected = run(engine(path, 2, divides=False, **plenty), wanted)
-    equal(run(engine(path, 2, divides=True, **memory), wanted), expected)
+    requests = [request("long", text, seed=1, max_tokens=9, logprobs=1)]
+    expected = run(engine(path, 2, divides=False, **plenty), requests)
+    assert_equal_answers(run(engine(path, 2, divides=True, **memory), requests), expected)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,9 @@ def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
         ("llama", {"speculative_config": {"method": "draft_model", "model": "embedded"}}, "its own KV cache"),
     ],
 )
-def test_what_it_does_not_go_with(family: str, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_context_parallel_rejects_unsupported_settings(
+    family: str, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family)
     with pytest.raises((ConfigError, ValueError), match=why):
         engine(path, 2, divides=True, **{"max_model_len": 500, **settings})

@@ -27,7 +27,7 @@ class NotedRunner(ModelRunner):
         return super().launch(batch)
 
 
-class Noting(SingleProcess):
+class NotedExecutor(SingleProcess):
     def runner(self, *parts: Any) -> ModelRunner:
         return NotedRunner(*parts)
 
@@ -36,7 +36,7 @@ def engine_of(path: Path, name: str) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), num_kv_blocks=40, executor_cls=name))
 
 
-def test_an_executor_of_ones_own_runs_the_batches(tmp_path: Path) -> None:
+def test_custom_executor_cls_runs_batches(tmp_path: Path) -> None:
     engine = engine_of(save_tiny_model(tmp_path, "llama"), f"{__name__}:Noting")
     launched.clear()
     engine.add_request(
@@ -51,6 +51,6 @@ def test_an_executor_of_ones_own_runs_the_batches(tmp_path: Path) -> None:
     ("name", "wrong"),
     [("nowhere:Executor", "No module named"), ("json:JSONDecoder", "it is not a subclass of .*SingleProcess")],
 )
-def test_what_is_no_executor_ends_the_start(name: str, wrong: str, tmp_path: Path) -> None:
+def test_invalid_executor_cls_raises_config_error(name: str, wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"executor_cls: '{name}' is no executor: .*{wrong}"):
         engine_of(save_tiny_model(tmp_path, "llama"), name)

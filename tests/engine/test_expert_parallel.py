@@ -49,22 +49,22 @@ def engine(path: Path, ranks: int, **settings: Any) -> EngineCore:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+def test_expert_parallel_tokens_equal_single_process(family: str, ranks: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, ranks, **SMALL)
-    found = run(divided, asked())
-    assert_same(found, expected)
+    answers = run(divided, asked())
+    assert_same(answers, expected)
     assert divided.engine_stats.preemptions > 0
     for each in asked():  # alone, with the same number of ranks
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (answers[each.id].ids, answers[each.id].logprobs)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_float64(family: str, tmp_path: Path) -> None:
+def test_expert_parallel_logprobs_equal_float64_transformers(family: str, tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path, family), prompts()[4]
     judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     made = run(engine(path, 2), [request("a", prompt, max_tokens=1, prompt_logprobs=0)])
@@ -78,7 +78,9 @@ UNEVEN = {"moe_intermediate_size": 96, "intermediate_size": 128, "hidden_size": 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", FEW_BITS)
-def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_parallel_quantized_weights_equal_single_process(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without integer products, as in tests/engine/test_ranks.py. Dividing an expert would cut quantization groups;
     whole experts keep them.
     """
@@ -101,7 +103,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.Monke
             engine(path, 2, enable_expert_parallel=False)
 
 
-def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
+def test_each_rank_loads_only_local_experts(tmp_path: Path) -> None:
     """Of five experts the ranks have two and three. The width, which two ranks could not divide, does not matter."""
     path = save_tiny_model(tmp_path, "gpt_oss", num_hidden_layers=1, intermediate_size=33)
     config = EngineConfig(model=str(path), enable_expert_parallel=True, tensor_parallel_size=2, **BASE)
@@ -115,11 +117,11 @@ def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
     assert [part.expected_weights.parameter_table.keys() for part in parts] == [
         whole.expected_weights.parameter_table.keys()
     ] * 2
-    held = [
+    local_expert_counts = [
         [len(each._down) for layer in part.model._layers for each in layer if hasattr(each, "_local_experts")]
         for part in parts
     ]
-    assert held == [[2], [3]]
+    assert local_expert_counts == [[2], [3]]
     assert max(part.read_bytes for part in parts) < 0.75 * whole.read_bytes
 
 
@@ -136,13 +138,15 @@ def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
         ("mixtral", {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, "enable_expert_parallel: experts are"),
     ],
 )
-def test_what_is_refused(family: str, settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+def test_expert_parallel_rejects_unsupported_settings(
+    family: str, settings: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family)
     with pytest.raises(ConfigError, match=wrong):
         engine(path, 2, **settings)
 
 
-def test_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
+def test_more_ranks_than_experts_are_rejected(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "mixtral", num_local_experts=3, num_experts_per_tok=2)
     with pytest.raises(ConfigError, match="4 ranks cannot have some of a layer's 3 experts each"):
         engine(path, 4)

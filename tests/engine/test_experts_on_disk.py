@@ -56,8 +56,8 @@ def engine(path: Path, **settings: Any) -> EngineCore:
 
 
 def answers(some: EngineCore) -> dict[str, Any]:
-    asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts()[2:6])]
-    return {name: told(each) for name, each in run(some, asked).items()}
+    requests = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts()[2:6])]
+    return {name: told(each) for name, each in run(some, requests).items()}
 
 
 def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
@@ -78,7 +78,7 @@ WAYS = ["bfloat16", "float32", "int8", "int4", "fp8", "mxfp4", "gptq", "float8",
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
+def test_experts_on_disk_give_same_bits_as_in_memory(way: str, tmp_path: Path) -> None:
     """With no expert in memory, with some, which change with use, and with all; stepwise and with recorded layers."""
     path, settings = written(way, tmp_path)
     if settings["dtype"] == "float32" and not CpuBackend().prefers_native_linear(torch.float32):
@@ -108,12 +108,12 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "disk").iterdir())  # the file has no name
 
 
-def test_what_is_used_most_is_kept(tmp_path: Path) -> None:
+def test_most_used_experts_are_kept_in_memory(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral", num_local_experts=8, num_experts_per_tok=2)
     stores = []
     for memory in (None, 3):
-        kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
-        made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path), weights_in_memory=kept)
+        memory_gib = None if memory is None else memory * stores[0]._slot_bytes / 2**30
+        made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path), weights_in_memory=memory_gib)
         stores.append(made.executor.model.offload)
     store, total = stores[1], len(stores[1]._experts)
     store.rebalance_interval = 1
@@ -140,7 +140,9 @@ def test_what_is_used_most_is_kept(tmp_path: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", *slow("nemotron_h-latent")])
-def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_on_disk_work_with_ranks_stages_drafts_and_preemption(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16)
     expected = answers(engine(path, **settings))
     made = engine(path, **settings, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=0.0002)
@@ -158,13 +160,15 @@ def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, An
         ("mixtral", {"weights_on_disk": "/proc/x"}, "weights_on_disk: /proc/x: "),
     ],
 )
-def test_what_is_refused(family: str, settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+def test_experts_on_disk_reject_unsupported_settings(
+    family: str, settings: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family)
     with pytest.raises(ConfigError, match=wrong):
         engine(path, **{"weights_on_disk": str(tmp_path), "dtype": "bfloat16"} | settings)
 
 
-def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_and_tmpfs_raise_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "mixtral")
 
     def full(*_: int) -> None:
@@ -181,7 +185,7 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
         engine(path, dtype="bfloat16", weights_on_disk=memory)
 
 
-def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
+def test_resident_size_excludes_routed_experts(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral")
     every, rest = (read_checkpoint_size(path, excluded_pattern=without) for without in (None, ROUTED_EXPERT_PATTERN))
     sizes = read_model_sizes(read_raw_config(str(path))[0])
@@ -192,7 +196,7 @@ def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
     assert read_checkpoint_size(packed, excluded_pattern=ROUTED_EXPERT_PATTERN).num_floats == rest.num_floats
 
 
-def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
+def test_freed_engine_closes_weight_files(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral")
 
     def files() -> int:

@@ -74,7 +74,7 @@ def started(
     return EngineCore(config, make_drafter=make_drafter)
 
 
-def heads_of(worker: StartedWorker, config: EngineConfig) -> HeadDrafter:
+def make_head_drafter(worker: StartedWorker, config: EngineConfig) -> HeadDrafter:
     """The drafter of the heads, without the choice of draft lengths."""
     found = make_model_or_head_drafter(worker, config)
     assert found is not None
@@ -93,7 +93,7 @@ class Recorded(Drafter):
 
     def make(self, worker: StartedWorker, config: EngineConfig) -> Drafter:
         """The drafter for the engine whose heads are recorded."""
-        self.drafter = heads_of(worker, config)
+        self.drafter = make_head_drafter(worker, config)
         return self
 
     def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
@@ -130,16 +130,16 @@ GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [2048, 21])
-def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, tmp_path: Path) -> None:
+def test_head_drafts_equal_reference_computation(method: str, budget: int, tmp_path: Path) -> None:
     """Drafts that are all rejected, and drafts that are all accepted: requests that allow one token only."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
-    made = started(model, head, method, make_drafter=recorded.make, **options)
+    engine = started(model, head, method, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=40)
     requests = [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
-    run(made, requests)
-    assert sum(made.engine_stats.accepted_drafts) >= 10
+    run(engine, requests)
+    assert sum(engine.engine_stats.accepted_drafts) >= 10
     served = AutoModelForCausalLM.from_pretrained(model).double()
     exact = {name: each.double() if each.is_floating_point() else each for name, each in tensors.items()}
     reference = Reference(exact, served.get_input_embeddings().weight.data, served.lm_head.weight.data)
@@ -147,12 +147,12 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     for (tokens, guesses), state in zip(recorded.guesses, recorded.states, strict=True):
         with torch.no_grad():
             states = served(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-        wanted_state, wanted = reference.guesses(
+        expected_state, expected_guesses = reference.guesses(
             states[-1][0], [each[0] for each in states[:3]], tokens, len(guesses) or 1
         )
-        torch.testing.assert_close(state.double(), wanted_state, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(state.double(), expected_state, rtol=1e-3, atol=1e-3)
         if tokens[:3] != [7, 9, 11]:
-            assert guesses == wanted[: len(guesses)], tokens
+            assert guesses == expected_guesses[: len(guesses)], tokens
             compared += len(guesses)
     assert compared > 200
     ones = {token for tokens, guesses in recorded.guesses if tokens[:3] == [7, 9, 11] for token in guesses}
@@ -165,36 +165,36 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_heads_change_no_token(method: str, shape: dict[str, int], dtype: str, tmp_path: Path) -> None:
+def test_head_drafts_do_not_change_tokens(method: str, shape: dict[str, int], dtype: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", "qwen3")
     head, _ = made_head(tmp_path / "head", method)
     few = {"allowed_token_ids": (40, 41), "prompt_logprobs": 1}
     requests = traffic([*KINDS, *KINDS, few, few])
     options = shape | {"dtype": dtype}
-    wanted = known(run(started(model, None, **options), requests))
-    made = started(model, head, method, make_drafter=always, **options)
+    expected = known(run(started(model, None, **options), requests))
+    engine = started(model, head, method, make_drafter=always, **options)
     for _ in range(2):  # in the second round prompts are cached
-        assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 50
-    assert sum(made.engine_stats.accepted_drafts) > 0
-    assert made.engine_stats.preemptions > 0 or "num_kv_blocks" not in shape
+        assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 50
+    assert sum(engine.engine_stats.accepted_drafts) > 0
+    assert engine.engine_stats.preemptions > 0 or "num_kv_blocks" not in shape
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> None:
+def test_pooling_vectors_are_unchanged_with_draft_head(method: str, tmp_path: Path) -> None:
     """No token follows a pooling prompt's last one; what the slot holds there must do no harm."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     prompts = [list(range(5, 45)), [7]]
-    asked = [
+    requests = [
         EngineCoreRequest(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts)
     ]
     vectors = []
-    for made in (started(model, None, pooling_type="last"), started(model, head, method, pooling_type="last")):
-        made.executor._input_batch.token_ids.fill_(2**31 - 1)
-        for each in asked:
-            made.add_request(each)
-        outputs = [output for _ in range(3) for output in made.step()]
+    for engine in (started(model, None, pooling_type="last"), started(model, head, method, pooling_type="last")):
+        engine.executor._input_batch.token_ids.fill_(2**31 - 1)
+        for each in requests:
+            engine.add_request(each)
+        outputs = [output for _ in range(3) for output in engine.step()]
         vectors.append({output.id: output.vector for output in outputs})
     assert vectors[0] == vectors[1]
     assert None not in vectors[0].values()
@@ -203,60 +203,60 @@ def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
-def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path) -> None:
+def test_int8_head_drafts_do_not_change_tokens(method: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     requests, options = traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
-    wanted = known(run(started(model, None, **options), requests))
-    made = started(model, head, method, make_drafter=always, **options)
-    assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 20
+    expected = known(run(started(model, None, **options), requests))
+    engine = started(model, head, method, make_drafter=always, **options)
+    assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 20
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_path: Path) -> None:
+def test_replayed_request_resumes_same_tokens_with_draft_head(method: str, tmp_path: Path) -> None:
     """After a crash a new engine gets the request with the tokens that its caller has."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     story = json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     few = {"allowed_token_ids": (40, 41), "temperature": 1.0}
     requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, few, {"grammar": story, "temperature": 1.0}])
-    made = started(model, head, method, make_drafter=always, tokenizer=DEMO_MODEL)
-    whole = run(made, requests)
+    engine = started(model, head, method, make_drafter=always, tokenizer=DEMO_MODEL)
+    whole = run(engine, requests)
     for cut in (1, 3, 8):
-        again = started(model, head, method, make_drafter=always, tokenizer=DEMO_MODEL)
+        new_engine = started(model, head, method, make_drafter=always, tokenizer=DEMO_MODEL)
         parts = [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests]
-        rest = run(again, parts)
+        rest = run(new_engine, parts)
         assert {name: (answer.ids, answer.finish_reason) for name, answer in rest.items()} == {
             name: (answer.ids[cut:], answer.finish_reason) for name, answer in whole.items()
         }
-    assert again.engine_stats.draft_tokens > 0
+    assert new_engine.engine_stats.draft_tokens > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
+def test_trained_eagle_head_has_one_third_acceptance(tmp_path: Path) -> None:
     """The head is trained on some stories of the embedded model and drafts others."""
     head = train_head(tmp_path / "head", "eagle", stories=48, rounds=5)
     speculative = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=4)
     options = {"max_model_len": 512, "num_kv_blocks": 200, "threads": 1}
     requests = story_requests(6, seed=7, tokens=120)
-    wanted = known(run(EngineCore(EngineConfig(**options)), requests))
+    expected = known(run(EngineCore(EngineConfig(**options)), requests))
     # Pretend that a step of the model takes ten times as long as one of the head: with both so small no draft would
     # pay.
     costs, own = StepCosts((1, 64), (1.0, 3.0)), StepCosts((1, 64), (0.1, 0.2))
 
     def drafter(worker: StartedWorker, config: EngineConfig) -> Drafter:
-        return AdaptiveLengthDrafter(heads_of(worker, config), 4, costs, own)
+        return AdaptiveLengthDrafter(make_head_drafter(worker, config), 4, costs, own)
 
-    made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=drafter)
-    assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 200
-    assert sum(made.engine_stats.accepted_drafts) > made.engine_stats.draft_tokens / 3
+    engine = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=drafter)
+    assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 200
+    assert sum(engine.engine_stats.accepted_drafts) > engine.engine_stats.draft_tokens / 3
 
 
-def test_the_layouts_of_others_hold_the_same_heads(tmp_path: Path) -> None:
+def test_vllm_and_wrapped_head_layouts_load_same_heads(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", "llama")
     requests = traffic(GREEDY * 2)
 
@@ -277,7 +277,7 @@ def test_the_layouts_of_others_hold_the_same_heads(tmp_path: Path) -> None:
     assert guesses(other, "eagle") == guesses(head, "eagle")
 
 
-def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatched_draft_head_is_rejected(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", "llama")
 
     def refused(match: str, method: str, tensors: Tensors, config: dict[str, Any], name: str, **kind: str) -> None:

@@ -48,43 +48,43 @@ def prompts() -> list[list[int]]:
     "family", ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_together_chunked_cached_and_preempted_are_the_same(
+def test_tokens_are_equal_alone_together_chunked_cached_and_preempted(
     dtype: str, family: str, kv: str, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path, family)
-    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+    requests = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, kv, dtype=dtype)
-    wanted = tokens(run(together, asked))
+    expected = tokens(run(together, requests))
     assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().prefers_native_linear(
         getattr(torch, dtype)
     )
     alone = engine(path, kv, dtype=dtype, enable_prefix_caching=False)
-    for each in asked:
-        assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
-    assert tokens(run(engine(path, kv, dtype=dtype, max_num_batched_tokens=7), asked)) == wanted
-    again = run(together, asked)
-    assert any(each.cached_tokens for each in again.values())
-    assert tokens(again) == wanted
+    for each in requests:
+        assert tokens(run(alone, [each]))[each.id] == expected[each.id]
+    assert tokens(run(engine(path, kv, dtype=dtype, max_num_batched_tokens=7), requests)) == expected
+    cached_answers = run(together, requests)
+    assert any(each.cached_tokens for each in cached_answers.values())
+    assert tokens(cached_answers) == expected
     few = engine(path, kv, dtype=dtype, num_kv_blocks=12, max_model_len=128)
-    assert tokens(run(few, asked)) == wanted
+    assert tokens(run(few, requests)) == expected
     assert few.engine_stats.preemptions > 0
     guessing = engine(path, kv, dtype=dtype, speculative_config="ngram")
-    assert tokens(run(guessing, asked)) == wanted
+    assert tokens(run(guessing, requests)) == expected
 
 
 @compiled
 @held
-def test_fused_layers_give_the_same_bits(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_give_same_bits(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
-    asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
-    together = tokens(run(engine(path, kv), asked))
+    requests = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
+    together = tokens(run(engine(path, kv), requests))
     monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
-    assert tokens(run(engine(path, kv), asked)) == together
+    assert tokens(run(engine(path, kv), requests)) == together
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kv", "bound"), [("int8", 0.05), ("fp8", 0.3), ("bfloat16", 0.03)])
-def test_log_probabilities_stay_near(backend: str, kv: str, bound: float, tmp_path: Path) -> None:
+def test_quantized_kv_cache_keeps_logprobs_close(backend: str, kv: str, bound: float, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen2")
     prompt = request("a", prompts()[4], max_tokens=1, prompt_logprobs=0)
 
@@ -99,7 +99,7 @@ def test_log_probabilities_stay_near(backend: str, kv: str, bound: float, tmp_pa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kv", "head"), [("auto", 64), ("int8", 34), ("fp8", 32), ("fp8_e4m3", 32), ("bfloat16", 64)])
-def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, tmp_path: Path) -> None:
+def test_kv_memory_arithmetic_equals_allocated_blocks(backend: str, kv: str, head: int, tmp_path: Path) -> None:
     """2 heads of 32 numbers, bfloat16. `head`: bytes per head."""
     path = save_tiny_model(tmp_path, "llama", head_dim=32)
     made = engine(path, kv, dtype="bfloat16", attention_backend=backend, num_kv_blocks=None, kv_cache_memory=0.001)
@@ -111,7 +111,7 @@ def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, t
 
 
 @pytest.mark.slow
-def test_offline() -> None:
+def test_llm_serves_int8_kv_cache_and_rejects_int4() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     llm = LLM(kv_cache_dtype="int8", num_kv_blocks=64)
     assert len(llm.generate("Once upon a time", params)[0].outputs[0].token_ids) == 4
@@ -120,7 +120,7 @@ def test_offline() -> None:
         LLM(kv_cache_dtype="int4")
 
 
-def scaled(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
+def save_model_with_kv_scales(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
     """A compressed-tensors checkpoint with these extra tensors."""
     path = quantize_checkpoint(
         save_tiny_model(folder, "llama"),
@@ -132,47 +132,47 @@ def scaled(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def test_a_checkpoint_s_scales_are_those_of_its_pages(tmp_path: Path) -> None:
+def test_checkpoint_kv_scales_apply_to_layers(tmp_path: Path) -> None:
     attention = "model.layers.{}.self_attn.{}"
     scales = {
         attention.format(0, "k_scale"): torch.tensor([0.5]),
         attention.format(0, "v_scale"): torch.tensor(0.25),
         attention.format(2, "k_proj.output_scale"): torch.tensor([0.125, 2.0]),
     }
-    path = scaled(tmp_path, scales)
+    path = save_model_with_kv_scales(tmp_path, scales)
     made = engine(path, "fp8")
-    found = [layer[0].rope_params.kv_scales for layer in made.executor._model._layers]
-    assert found == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    kv_scales = [layer[0].rope_params.kv_scales for layer in made.executor._model._layers]
+    assert kv_scales == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     prompt = request("a", prompts()[3], max_tokens=8, logprobs=0)
     # A power of two changes no 8-bit float of ordinary size, so the log probabilities show whether both ends use the
     # scale.
-    plain = scaled(tmp_path / "plain", {})
-    ours, theirs = (run(each, [prompt])["a"].logprobs for each in (made, engine(plain, "fp8")))
-    assert [a.logprob for a in ours] == pytest.approx([b.logprob for b in theirs], abs=0.1)
+    plain = save_model_with_kv_scales(tmp_path / "plain", {})
+    actual, unscaled = (run(each, [prompt])["a"].logprobs for each in (made, engine(plain, "fp8")))
+    assert [a.logprob for a in actual] == pytest.approx([b.logprob for b in unscaled], abs=0.1)
     assert read_kv_scales(plain) == {}
 
 
-def test_a_checkpoint_may_scale_keys_and_values_alone(tmp_path: Path) -> None:
+def test_checkpoint_with_only_kv_scales_loads(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     scale = {"model.layers.1.self_attn.k_scale": torch.tensor([0.5])}
     save_file(load_file(path / "model.safetensors") | scale, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     kv = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    given = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": kv}
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": kv}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     made = engine(path, "fp8")
     assert made.executor._model._layers[1][0].rope_params.kv_scales == KVScales(0.5, 1.0)
     assert run(made, [request("a", prompts()[3], max_tokens=8)])["a"].ids
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, torch.inf, torch.nan])
-def test_a_scale_that_is_none_is_named(scale: float, tmp_path: Path) -> None:
-    path = scaled(tmp_path, {"model.layers.1.self_attn.v_scale": torch.tensor([scale])})
+def test_invalid_kv_scale_raises_model_error(scale: float, tmp_path: Path) -> None:
+    path = save_model_with_kv_scales(tmp_path, {"model.layers.1.self_attn.v_scale": torch.tensor([scale])})
     with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_scale"):
         engine(path, "fp8")
 
 
-def test_what_cannot_hold_codes_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_without_quantized_kv_is_skipped_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(Flash2Backend, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(Flash2Backend, "description", lambda _: "flash-attn")

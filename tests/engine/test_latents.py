@@ -62,7 +62,7 @@ def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) ->
     kv=st.sampled_from(["auto", "auto", "int8", "fp8"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
 )
-def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
+def test_mla_logprobs_do_not_depend_on_batch_chunks_cache_or_drafts(
     folder: Path,
     traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]],
     shape: int,
@@ -72,46 +72,48 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     guesses: int | None,
 ) -> None:
     requests, (alone, _) = asked(traffic), engine(folder, family, dtype, kv, None)
-    wanted: dict[str, object] = {}
+    expected: dict[str, object] = {}
     for each in requests:
-        wanted |= known(run(alone, [each]))
+        expected |= known(run(alone, [each]))
     made, drafts = engine(folder, family, dtype, kv, shape)
     drafts.drafter = (
         NullDrafter() if guesses is None else AdaptiveLengthDrafter(Garbage(random.Random(guesses)), 8, CHEAP)
     )
     for _ in range(2):
-        assert known(run(made, requests)) == wanted
+        assert known(run(made, requests)) == expected
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_float64(family: str, backend: str, folder: Path) -> None:
+def test_mla_logprobs_equal_float64_transformers(family: str, backend: str, folder: Path) -> None:
     path, prompt = model(folder, family), [3 + (at * at) % 300 for at in range(77)]
     judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     made = EngineCore(EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=96))
-    found = told(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
+    logprobs_of_prompt = prompt_logprobs_of(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
     with torch.inference_mode():
         logprobs = judge(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    wanted = logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]
-    assert found == pytest.approx(wanted.tolist(), abs=5e-5)
+    expected = logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+    assert logprobs_of_prompt == pytest.approx(expected.tolist(), abs=5e-5)
 
 
-def told(answer: Answer) -> list[float]:
+def prompt_logprobs_of(answer: Answer) -> list[float]:
     assert answer.prompt_logprobs is not None
     return [each.logprob for each in answer.prompt_logprobs if each is not None]
 
 
-def test_kimi_is_deepseek_by_another_name(folder: Path, tmp_path: Path) -> None:
-    path, asked = model(folder, "deepseek_v3"), request("a", [3, 40, 7, 99, 5], max_tokens=2, prompt_logprobs=0)
+def test_kimi_k2_equals_deepseek_v3(folder: Path, tmp_path: Path) -> None:
+    path, one_request = model(folder, "deepseek_v3"), request("a", [3, 40, 7, 99, 5], max_tokens=2, prompt_logprobs=0)
     copy = shutil.copytree(path, tmp_path / "kimi")
     content = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(content | {"model_type": "kimi_k2"}))
-    wanted, found = (run(EngineCore(EngineConfig(model=str(each), **SMALL)), [asked])["a"] for each in (path, copy))
-    assert (found.ids, told(found)) == (wanted.ids, told(wanted))
+    expected, found = (
+        run(EngineCore(EngineConfig(model=str(each), **SMALL)), [one_request])["a"] for each in (path, copy)
+    )
+    assert (found.ids, prompt_logprobs_of(found)) == (expected.ids, prompt_logprobs_of(expected))
 
 
-def test_an_adapter_of_what_expands_latents_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_lora_on_kv_b_proj_is_rejected(folder: Path, tmp_path: Path) -> None:
     path = model(folder, "youtu")
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     adapter = save_adapter(tmp_path / "a", base, 4, targets=("kv_b_proj",), seed=4)
@@ -123,7 +125,7 @@ def test_an_adapter_of_what_expands_latents_is_refused(folder: Path, tmp_path: P
 
 @pytest.mark.parametrize(("kv", "beside"), [("auto", 0), ("int8", 2), ("fp8", 0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, beside: int, folder: Path) -> None:
+def test_kv_block_holds_latent_and_rope_key_per_token(dtype: str, kv: str, beside: int, folder: Path) -> None:
     config = EngineConfig(
         model=str(model(folder, "deepseek_v3")),
         dtype=dtype,
@@ -142,22 +144,22 @@ def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, 
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_latents_come_back_from_tiers(kv: str, tmp_path: Path) -> None:
+def test_latent_kv_blocks_load_from_tiers(kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "deepseek_v2")
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     plain = EngineCore(EngineConfig(**options))
-    wanted = converse(plain)
+    expected = converse(plain)
     made = EngineCore(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=always)
-    assert converse(made) == wanted
+    assert converse(made) == expected
     assert made.engine_stats.tiers[0].fetched_pages > 0
     made.shut_down()
     again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
-    assert converse(again) == wanted
+    assert converse(again) == expected
     assert again.engine_stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.shut_down()
 
 
-def test_apples_gpus_are_refused(folder: Path) -> None:
+def test_mla_is_rejected_on_mps(folder: Path) -> None:
     config = read_model_config(model(folder, "deepseek_v2"))
     check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
     with pytest.raises(ConfigError, match=r"latent attention .* GPUs of CUDA's alone so far: --device cpu"):

@@ -37,7 +37,7 @@ def stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2"])
-def test_it_says_the_same_bit_for_bit(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_cpu_offload_gives_same_bits_as_device_weights(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, **(SHAPE if family == "llama" else {"num_hidden_layers": 4}))
     settings = REFERENCE | settings
     expected = answers(engine(path, **settings))
@@ -51,9 +51,9 @@ def test_it_says_the_same_bit_for_bit(family: str, settings: dict[str, Any], tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_graphs_have_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_replay_copies_offloaded_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay copies the weights again, whatever the slots hold."""
-    wanted = picked(run(start(monkeypatch, None), traffic()))
+    expected = picked(run(start(monkeypatch, None), traffic()))
     capture = FakeCapture()
     made = start(monkeypatch, capture, cpu_offload_gb=1.0)
     streamed: Any = made.executor.model.offload  # type: ignore[attr-defined]
@@ -66,11 +66,11 @@ def test_graphs_have_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
         begin()
 
     monkeypatch.setattr(streamed, "begin_pass", begun)
-    assert picked(run(made, traffic())) == wanted
+    assert picked(run(made, traffic())) == expected
     assert capture.replays > len(capture.recordings) > 2
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_offload_below_two_layers_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama", **SHAPE)
     with pytest.raises(ConfigError, match=r"cpu_offload_gb: 2 layers have memory in any case: only from .* bytes on"):
         engine(path, **REFERENCE, cpu_offload_gb=1e-6)

@@ -41,7 +41,7 @@ pytestmark = [
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5}
 
 
-def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def write_model(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A model in this format, and settings."""
     path = save_tiny_model(tmp_path / "model", "qwen3", **WIDE)
     if way in QUANTIZED:
@@ -51,13 +51,13 @@ def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return path, {"dtype": way} if way.startswith(("float3", "bf")) else {"quantization": way, "dtype": "bfloat16"}
 
 
-def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+def keep_layers_in_memory(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     """Keep `kept` layers in memory, whatever their size."""
     chosen = lambda sizes, _: pick_evenly_spaced_layers(len(sizes), max(len(sizes) - kept, 0))  # noqa: E731
     monkeypatch.setattr(weight_offload, "min_streamed_layers", chosen)
 
 
-def layers_of(some: EngineCore) -> DiskLayerStreamer:
+def layer_streamer(some: EngineCore) -> DiskLayerStreamer:
     streamed: Any = some.executor.model.offload  # type: ignore[attr-defined]
     assert isinstance(streamed, DiskLayerStreamer)
     return streamed
@@ -65,23 +65,23 @@ def layers_of(some: EngineCore) -> DiskLayerStreamer:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["bfloat16", "float32", "int8", "int4", "fp8", "gptq", "float8", "Q4_0"])
-def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
+def test_layers_on_disk_give_same_bits_as_in_memory(way: str, tmp_path: Path) -> None:
     """With no layer in memory and with some; uncached and with cached prefixes."""
-    path, settings = written(way, tmp_path)
+    path, settings = write_model(way, tmp_path)
     if settings["dtype"] == "float32" and not CpuBackend().prefers_native_linear(torch.float32):
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
     elsewhere = settings | {"weights_on_disk": str(tmp_path / "disk")}
     whole = engine(path, **elsewhere, weights_in_memory=1.0)
-    sizes = layers_of(whole)._layer_bytes
-    assert not layers_of(whole).streamed_layers
+    sizes = layer_streamer(whole)._layer_bytes
+    assert not layer_streamer(whole).streamed_layers
     assert answers(whole) == expected
     for count, memory in (
         (5, STREAMED_LAYER_SLOTS * max(sizes)),
         (3, sum(sizes[:2]) + STREAMED_LAYER_SLOTS * max(sizes)),
     ):
         some = engine(path, **elsewhere, weights_in_memory=(memory + 4096) / 2**30)
-        assert len(layers_of(some).streamed_layers) == count
+        assert len(layer_streamer(some).streamed_layers) == count
         assert answers(some) == expected
         assert answers(some) == expected
         assert any(f"{5 - count} of 5 are kept in memory" in note for note in some.info.notes)
@@ -100,36 +100,36 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_ranks_stages_guesses_and_preemption(
+def test_layers_on_disk_work_with_ranks_stages_drafts_and_preemption(
     family: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16)
     expected = answers(engine(path, **settings))
-    all_but(monkeypatch, 0)
+    keep_layers_in_memory(monkeypatch, 0)
     made = engine(path, **settings, weights_on_disk=str(tmp_path / "disk"))
-    assert layers_of(made).streamed_layers
+    assert layer_streamer(made).streamed_layers
     assert answers(made) == expected
 
 
 @pytest.mark.slow
-def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_on_disk_serve_lora_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "dtype": "bfloat16"}
     expected = {name: told(each) for name, each in run(engine(path, **lora), requests).items()}
-    all_but(monkeypatch, 0)
+    keep_layers_in_memory(monkeypatch, 0)
     made = engine(path, **lora, weights_on_disk=str(tmp_path / "disk"))
-    assert layers_of(made).streamed_layers
+    assert layer_streamer(made).streamed_layers
     assert {name: told(each) for name, each in run(made, requests).items()} == expected
 
 
 @pytest.mark.slow
-def test_what_the_slots_have_no_step_can_confuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_pass_does_not_corrupt_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that fails between two layers leaves any weights in the slots."""
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
     expected = answers(engine(path))
-    all_but(monkeypatch, 0)
+    keep_layers_in_memory(monkeypatch, 0)
     made = engine(path, weights_on_disk=str(tmp_path / "disk"))
-    streamed = layers_of(made)
+    streamed = layer_streamer(made)
     for stop in range(5):
         streamed.begin_pass()
         for layer in range(stop):
@@ -139,11 +139,11 @@ def test_what_the_slots_have_no_step_can_confuse(tmp_path: Path, monkeypatch: py
         assert answers(made) == expected
 
 
-def test_a_disk_that_fails_ends_the_step_and_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_read_error_fails_step_and_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
     made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 300_000 / 2**30)
     expected = answers(made)
-    streamed = layers_of(made)
+    streamed = layer_streamer(made)
 
     def broken(*_: object) -> int:
         raise OSError(5, "Input/output error")
@@ -158,7 +158,7 @@ def test_a_disk_that_fails_ends_the_step_and_is_asked_again(tmp_path: Path, monk
     assert answers(made) == expected
 
 
-def test_which_layers_are_streamed() -> None:
+def test_streamed_layers_are_evenly_spaced_within_memory_bound() -> None:
     assert pick_evenly_spaced_layers(10, 0) == []
     assert pick_evenly_spaced_layers(10, 10) == list(range(10))
     gaps = {after - before for before, after in pairwise(pick_evenly_spaced_layers(48, 12))}
@@ -184,13 +184,13 @@ def test_which_layers_are_streamed() -> None:
         ({"weights_on_disk": None, "cpu_offload_gb": 1.0}, "cpu_offload_gb: a CPU's weights are in the host's memory"),
     ],
 )
-def test_what_is_refused(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+def test_layers_on_disk_reject_unsupported_settings(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match=wrong):
         engine(path, **{"weights_on_disk": str(tmp_path), "dtype": "bfloat16"} | settings)
 
 
-def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
+def test_resident_size_excludes_layers(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
     rest = read_checkpoint_size(path, excluded_pattern=LAYER_PATTERN)
     assert rest is not None
@@ -203,15 +203,15 @@ def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
     assert found.num_floats == rest.num_floats
 
 
-def test_without_a_bound_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_memory_bound_is_half_of_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
     monkeypatch.setattr(weight_offload, "available_host_bytes", lambda: 4 * 300_000)
-    assert len(layers_of(engine(path, weights_on_disk=str(tmp_path))).streamed_layers) == 5
+    assert len(layer_streamer(engine(path, weights_on_disk=str(tmp_path))).streamed_layers) == 5
     monkeypatch.setattr(weight_offload, "available_host_bytes", lambda: 12 * 300_000)
-    assert not layers_of(engine(path, weights_on_disk=str(tmp_path))).streamed_layers
+    assert not layer_streamer(engine(path, weights_on_disk=str(tmp_path))).streamed_layers
 
 
-def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> None:
+def test_freed_engine_closes_weight_files_and_reader_thread(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
 
     def files() -> int:
@@ -220,7 +220,7 @@ def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> Non
 
     made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 300_000 / 2**30)
     answers(made)
-    (thread,) = layers_of(made)._reader._threads
+    (thread,) = layer_streamer(made)._reader._threads
     assert files() > 0
     del made
     free_engine_memory()

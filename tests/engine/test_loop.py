@@ -73,14 +73,14 @@ LOOK = make_call(EngineCoreMethods.take_snapshot, 1)
 SUBMIT = Submit([EngineCoreRequest(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
 
 
-def test_an_engine_that_is_looked_at_goes_on_preparing() -> None:
+def test_engine_view_call_does_not_stop_warmup() -> None:
     done = receive(4, [(1, LOOK), (3, LOOK), (100, SUBMIT)])
     assert done == ["prepare", "view", "prepare", "view", "prepare", "prepare", "wait", "add"]
 
 
-def test_a_request_waits_for_no_more_than_is_being_prepared() -> None:
+def test_request_waits_for_at_most_one_warmup_step() -> None:
     assert receive(9, [(2, SUBMIT)]) == ["prepare", "prepare", "add"]
 
 
-def test_with_nothing_to_prepare_it_waits_and_is_looked_at() -> None:
+def test_idle_engine_waits_and_answers_view_calls() -> None:
     assert receive(0, [(100, LOOK), (100, SUBMIT)])[-4:] == ["view", "prepare", "wait", "add"]

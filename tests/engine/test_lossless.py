@@ -145,7 +145,7 @@ def plain_answers(made: EngineCore, drafts: Replaceable, requests: list[EngineCo
     return run(made, requests)
 
 
-def looking(name: str, seed: int, wanted: dict[str, Answer], made: EngineCore) -> Drafter:
+def make_lookup_drafter(name: str, seed: int, wanted: dict[str, Answer], made: EngineCore) -> Drafter:
     compiler = made.executor._grammars.start_loading_compiler().result
     drafters: dict[str, Drafter] = {
         "right": Right(wanted),
@@ -161,15 +161,17 @@ def looking(name: str, seed: int, wanted: dict[str, Answer], made: EngineCore) -
 
 
 def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[EngineCoreRequest]:
-    made = []
+    requests = []
     for text, kind, choices in asked:
         ids, params = [byte + 3 for byte in text.encode()], SamplingParams(**{"max_tokens": 30} | kind)
         for _ in range(choices):
-            seed = len(made)
-            made.append(
-                EngineCoreRequest(id=str(seed), prompt_ids=ids, params=params, seed=seed, cache_salt=str(len(made) % 2))
+            seed = len(requests)
+            requests.append(
+                EngineCoreRequest(
+                    id=str(seed), prompt_ids=ids, params=params, seed=seed, cache_salt=str(len(requests) % 2)
+                )
             )
-    return made
+    return requests
 
 
 @pytest.mark.timeout(300 + 20 * EXAMPLES)
@@ -182,7 +184,7 @@ def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[EngineCoreRequ
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from(["bfloat16", "float32"]),
 )
-def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
+def test_drafts_do_not_change_tokens_for_any_parameters_or_batch(
     folder: Path,
     asked: list[tuple[str, dict[str, Any], int]],
     who: tuple[Served, str],
@@ -191,14 +193,14 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
 ) -> None:
     served, name = who
     (plain, drafts), requests = engine(folder, *shape, dtype, served=served), traffic(asked)
-    wanted, made = plain_answers(plain, drafts, requests), plain
+    expected, made = plain_answers(plain, drafts, requests), plain
     if name in (*LOADED, "mtp"):
         made, _ = engine(folder, *shape, dtype, name, served)
     else:
-        drafts.drafter = looking(name, len(requests), wanted, plain)
+        drafts.drafter = make_lookup_drafter(name, len(requests), expected, plain)
     before = made.engine_stats
     for _ in range(2):  # in the second round prompts are cached and other answers known to lookup drafters
-        assert known(run(made, requests)) == known(wanted)
+        assert known(run(made, requests)) == known(expected)
     event(f"{served}, {name}: {'some' if made.engine_stats.draft_tokens > before.draft_tokens else 'no'} guesses")
     event(f"{sum(made.engine_stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
     event(f"{made.engine_stats.preemptions > before.preemptions} that one was preempted")
@@ -211,7 +213,7 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     dtype=st.sampled_from(["bfloat16", "float32"]),
     cut=st.integers(1, 12),
 )
-def test_a_request_that_is_replayed_goes_on_as_it_would_have(
+def test_replayed_request_resumes_same_tokens_with_drafts(
     folder: Path, asked: list[tuple[str, dict[str, Any], int]], who: tuple[Served, str], dtype: str, cut: int
 ) -> None:
     """After a crash a new engine gets the request with the tokens that its caller has."""
@@ -219,8 +221,8 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(
     requests = traffic(
         [(text, {k: v for k, v in kind.items() if k != "prompt_logprobs"}, n) for text, kind, n in asked]
     )
-    wanted = known(plain_answers(*engine(folder, *SHAPES[0], dtype, served=served), requests))
-    ids: dict[str, list[int]] = {one: answer[0] for one, answer in wanted.items()}
+    expected = known(plain_answers(*engine(folder, *SHAPES[0], dtype, served=served), requests))
+    ids: dict[str, list[int]] = {one: answer[0] for one, answer in expected.items()}
     parts = [
         msgspec.structs.replace(each, emitted_ids=ids[each.id][:cut]) for each in requests if len(ids[each.id]) > cut
     ]

@@ -10,7 +10,7 @@ from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request
 
 
-def test_an_engine_s_view_has_its_memory_and_its_block_tables() -> None:
+def test_engine_view_reports_memory_and_block_tables() -> None:
     engine = EngineCore(EngineConfig(model=DEMO_MODEL, num_kv_blocks=32, threads=1, device="cpu"))
     engine.add_request(request("a", range(40)))
     engine.step()

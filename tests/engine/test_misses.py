@@ -36,7 +36,7 @@ async def ask(client: EngineClient, name: str, prompt: list[int], **more: object
     return cached, found
 
 
-async def test_evicted_prefixes_are_told_and_cost_what_computing_them_took(model: Path) -> None:
+async def test_prefix_misses_report_evicted_restarted_and_rewritten_tokens(model: Path) -> None:
     client = EngineClient(
         InProcessClient(EngineConfig(model=str(model), num_kv_blocks=24, threads=1, max_model_len=384))
     )
@@ -57,7 +57,7 @@ async def test_evicted_prefixes_are_told_and_cost_what_computing_them_took(model
 
 
 @pytest.mark.slow
-async def test_a_new_engine_has_an_empty_cache_and_says_so(model: Path) -> None:
+async def test_restarted_engine_reports_restarted_misses(model: Path) -> None:
     client = EngineClient(ProcessClient(EngineConfig(model=str(model), num_kv_blocks=64, threads=1)))
     await client.engine_core.start()
     prompt = [3 + place % 90 for place in range(200)]
@@ -70,11 +70,11 @@ async def test_a_new_engine_has_an_empty_cache_and_says_so(model: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_two_replicas_do_not_share_pages(model: Path) -> None:
+async def test_misses_on_two_replicas_report_computing_or_replica(model: Path) -> None:
     config = EngineConfig(model=str(model), num_kv_blocks=64, threads=1, data_parallel_size=2)
     client = processes(config)
     await client.engine_core.start()
     prompt = [3 + place % 90 for place in range(200)]
-    told = await asyncio.gather(*(ask(client, f"a{number}", prompt) for number in range(12)))
-    assert {reason for _, report in told for reason, _ in report.tokens_by_reason} <= {"computing", "replica"}
+    answers = await asyncio.gather(*(ask(client, f"a{number}", prompt) for number in range(12)))
+    assert {reason for _, report in answers for reason, _ in report.tokens_by_reason} <= {"computing", "replica"}
     await client.engine_core.stop()

@@ -61,29 +61,29 @@ def started(
     make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     **options: Any,
 ) -> EngineCore:
-    asked = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
+    speculative_config = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
     options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
-    config = EngineConfig(model=str(path), speculative_config=asked, threads=1, **options)
+    config = EngineConfig(model=str(path), speculative_config=speculative_config, threads=1, **options)
     return EngineCore(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [2048, 21])
-def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folder: Path) -> None:
+def test_mtp_drafts_equal_reference_computation(family: str, budget: int, folder: Path) -> None:
     """Drafts that are all rejected, and drafts that are all accepted: a request that allows one token only."""
     path = model(folder, family)
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
-    made = started(path, make_drafter=recorded.make, **options)
+    engine = started(path, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=24)
-    run(made, [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
-    assert sum(made.engine_stats.accepted_drafts) >= 6
+    run(engine, [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
+    assert sum(engine.engine_stats.accepted_drafts) >= 6
     reference, compared = MtpReference(path), 0
     for (tokens, guesses), state in list(zip(recorded.guesses, recorded.states, strict=True))[::5]:
-        wanted_state, wanted = reference.guesses(tokens, len(guesses) or 1)
-        torch.testing.assert_close(state.double(), wanted_state, rtol=1e-3, atol=1e-3)
+        expected_state, expected_guesses = reference.guesses(tokens, len(guesses) or 1)
+        torch.testing.assert_close(state.double(), expected_state, rtol=1e-3, atol=1e-3)
         if tokens[:3] != [7, 9, 11]:
-            assert guesses == wanted[: len(guesses)], tokens
+            assert guesses == expected_guesses[: len(guesses)], tokens
             compared += len(guesses)
     assert compared > 15
 
@@ -101,71 +101,73 @@ SHAPES: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
+def test_mtp_drafts_do_not_change_tokens(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
     """Chunked, with prefix hits, after preemptions, and with states restored after rejected drafts."""
     path, options = model(folder, family), shape | {"dtype": dtype}
     few = {"allowed_token_ids": (40, 41), "prompt_logprobs": 1}
     requests = traffic([*KINDS, *KINDS, few, few])
-    wanted: dict[str, object] = {}
+    expected: dict[str, object] = {}
     alone = started(path, None, enable_prefix_caching=False, dtype=dtype)
     for each in requests:
-        wanted |= known(run(alone, [each]))
-    made = started(path, make_drafter=always, **options)
+        expected |= known(run(alone, [each]))
+    engine = started(path, make_drafter=always, **options)
     for _ in range(2):  # in the second round prompts are cached
-        assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 50
-    assert 0 < sum(made.engine_stats.accepted_drafts) < made.engine_stats.draft_tokens
-    assert made.engine_stats.preemptions > 0 or "num_kv_blocks" not in shape
+        assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 50
+    assert 0 < sum(engine.engine_stats.accepted_drafts) < engine.engine_stats.draft_tokens
+    assert engine.engine_stats.preemptions > 0 or "num_kv_blocks" not in shape
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder: Path) -> None:
+def test_replayed_request_resumes_same_tokens_with_mtp(family: str, folder: Path) -> None:
     """After a crash a new engine gets the request with the tokens that its caller has."""
     path = model(folder, family)
     requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, {"allowed_token_ids": (40, 41)}])
     whole = run(started(path, None), requests)
     for cut in (1, 8):
-        again = started(path, make_drafter=always)
-        rest = run(again, [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests])
+        new_engine = started(path, make_drafter=always)
+        rest = run(
+            new_engine, [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests]
+        )
         assert {name: each.ids for name, each in rest.items()} == {n: each.ids[cut:] for n, each in whole.items()}
-        assert again.engine_stats.draft_tokens > 0
+        assert new_engine.engine_stats.draft_tokens > 0
 
 
 @pytest.mark.slow
-def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(folder: Path, tmp_path: Path) -> None:
+def test_mtp_conversation_from_tiers_equals_fresh_computation(folder: Path, tmp_path: Path) -> None:
     """The layer's KV returns with the blocks, recurrent states with their snapshots."""
     path = model(folder, "qwen3_5")
     options = {"max_model_len": 192, "snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
-    wanted = converse(started(path, None, enable_prefix_caching=False, **(options | {"state_memory": None})))
+    expected = converse(started(path, None, enable_prefix_caching=False, **(options | {"state_memory": None})))
     tiers = {"make_tiers": of_tiers, **HOST, **disk(tmp_path)}
-    made = started(path, make_drafter=always, num_kv_blocks=14, **options, **tiers)
-    assert converse(made) == wanted
-    assert made.engine_stats.tiers[0].fetched_pages > 0
-    assert made.engine_stats.draft_tokens > 0
-    made.shut_down()
+    engine = started(path, make_drafter=always, num_kv_blocks=14, **options, **tiers)
+    assert converse(engine) == expected
+    assert engine.engine_stats.tiers[0].fetched_pages > 0
+    assert engine.engine_stats.draft_tokens > 0
+    engine.shut_down()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5", "glm4_moe", "glm4_moe_lite"])
-def test_without_being_asked_for_it_is_left_unread(family: str, folder: Path, tmp_path: Path) -> None:
+def test_mtp_layer_is_ignored_unless_configured(family: str, folder: Path, tmp_path: Path) -> None:
     bare, requests = save_tiny_model(tmp_path / "bare", family), traffic(KINDS)
-    wanted, found = (known(run(started(path, None), requests)) for path in (bare, model(folder, family)))
-    assert found == wanted
+    expected, answers = (known(run(started(path, None), requests)) for path in (bare, model(folder, family)))
+    assert answers == expected
 
 
 def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
     recorded = Recorded()
-    made = started(path, make_drafter=recorded.make, **options)
+    engine = started(path, make_drafter=recorded.make, **options)
     params = SamplingParams(temperature=0.0, max_tokens=6)
-    run(made, [EngineCoreRequest(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
+    run(engine, [EngineCoreRequest(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
     return recorded.guesses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", ["none", "some", "all"])
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -> None:
+def test_mtp_drafts_are_equal_for_quantized_checkpoints(family: str, left: str, tmp_path: Path) -> None:
     """The whole MTP layer, none of it, or all but its joining linear is quantized, whatever config.json says of it."""
     path = save_tiny_mtp(tmp_path / "model", family)
     mtp = {"some": ("mtp.fc", "eh_proj"), "all": ("mtp.", "model.layers.3."), "none": ()}[left]
@@ -181,20 +183,20 @@ def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
+def test_mtp_weights_are_quantized_with_model(folder: Path) -> None:
     path, requests, options = model(folder, "qwen3_5"), traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
-    wanted = known(run(started(path, None, **options), requests))
-    made = started(path, make_drafter=always, **options)
-    assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 20
+    expected = known(run(started(path, None, **options), requests))
+    engine = started(path, make_drafter=always, **options)
+    assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 20
     loaded = started(path, dtype="bfloat16")
-    assert made.info.weight_bytes < 0.8 * loaded.info.weight_bytes
+    assert engine.info.weight_bytes < 0.8 * loaded.info.weight_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "qwen3_5-moe"])
-def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None:
+def test_mtp_drafts_are_equal_from_gguf(family: str, kind: str, tmp_path: Path) -> None:
     """The file is as llama.cpp's converter writes it."""
     path = save_tiny_mtp(tmp_path / "model", family, moe_intermediate_size=64)
     write = write_gguf if family == "glm4_moe" else write_delta_gguf
@@ -210,13 +212,13 @@ def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next", "nemotron_h", "nemotron_h-latent"]
 )
-def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_mtp_weights_and_kv_blocks(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights, its part of every KV block, and its spare blocks."""
     path = model(folder, family)
-    given: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": 0.002, "max_num_seqs": 4, "max_model_len": 128}
-    given |= {"state_memory": 0.001} if family.startswith(("qwen", "nemotron")) else {}
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": 0.002, "max_num_seqs": 4, "max_model_len": 128}
+    options |= {"state_memory": 0.001} if family.startswith(("qwen", "nemotron")) else {}
     configs = [
-        EngineConfig(model=str(path), speculative_config=each, **given)
+        EngineConfig(model=str(path), speculative_config=each, **options)
         for each in ({"method": "none"}, {"method": "mtp", "num_speculative_tokens": 4})
     ]
     plain, info = (EngineCore(config).info for config in configs)
@@ -233,7 +235,7 @@ def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixtu
     assert unread.draft_weight_bytes(2) == drafts
 
 
-def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_mtp_rejects_unsupported_settings_and_models(folder: Path, tmp_path: Path) -> None:
     for name in ("mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp"):
         assert SpeculativeConfig(method=name).method == "mtp"
     with pytest.raises(ValueError, match=r"mtp uses the MTP layer of the served model, not x"):
@@ -256,13 +258,13 @@ def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
+def test_trained_mtp_layer_has_one_eighth_acceptance(tmp_path: Path) -> None:
     """The model is made deeper, so that drafts pay; the layer is trained on some stories and drafts others."""
     path = train_head(tmp_path / "model", "mtp", stories=48, rounds=5, layers=24)
     options: dict[str, Any] = {"max_model_len": 512, "dtype": "bfloat16"}
     requests = story_requests(4, seed=7, tokens=120)
-    wanted = known(run(started(Path(DEMO_MODEL), None, **options), requests))
-    made = started(path, make_drafter=always, **options)
-    assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 200
-    assert sum(made.engine_stats.accepted_drafts) > made.engine_stats.draft_tokens / 8
+    expected = known(run(started(Path(DEMO_MODEL), None, **options), requests))
+    engine = started(path, make_drafter=always, **options)
+    assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 200
+    assert sum(engine.engine_stats.accepted_drafts) > engine.engine_stats.draft_tokens / 8

@@ -71,21 +71,25 @@ def ranks_of(made: EngineCore) -> SpmdRanks:
 
 
 @pytest.mark.parametrize(("family", "ranks", "count"), [("llama", 2, 2), ("gemma3", 4, 2), ("qwen3", 4, 4)])
-def test_families_say_what_one_process_says(family: str, ranks: int, count: int, nodes: Nodes, tmp_path: Path) -> None:
+def test_multi_node_tokens_equal_single_process(
+    family: str, ranks: int, count: int, nodes: Nodes, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family)
     divided = engine(path, **nodes(str(path), ranks, count), **SMALL)
-    found = run(divided, asked())
-    assert_same(found, run(engine(path, **SMALL), asked()))
+    answers = run(divided, asked())
+    assert_same(answers, run(engine(path, **SMALL), asked()))
     assert sum(isinstance(each, RemoteRank) for each in ranks_of(divided)._processes) == ranks - ranks // count
     assert "on 127.0.0.1" in divided.info.notes[0]
     for each in asked():
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (answers[each.id].ids, answers[each.id].logprobs)
 
 
 @pytest.mark.parametrize("way", [*QUANTIZED, "int8", "int4", "fp8"])
-def test_weights_in_few_bits(way: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_node_quantized_weights_equal_single_process(
+    way: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without integer products: see test_ranks.py."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
@@ -98,17 +102,17 @@ def test_weights_in_few_bits(way: str, nodes: Nodes, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_few_bits_by_integers_and_bfloat16_do_not_depend_on_the_batch(dtype: str, nodes: Nodes) -> None:
+def test_multi_node_int4_logprobs_do_not_depend_on_batch(dtype: str, nodes: Nodes) -> None:
     settings: dict[str, Any] = {"dtype": dtype, "quantization": "int4", "max_model_len": 128, "num_kv_blocks": 64}
     divided = engine(DEMO_MODEL, **settings, **nodes(DEMO_MODEL, 2))
-    found = run(divided, asked())
+    answers = run(divided, asked())
     for each in asked():
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (answers[each.id].ids, answers[each.id].logprobs)
 
 
-def test_adapters_come_with_the_orders(nodes: Nodes, tmp_path: Path) -> None:
+def test_multi_node_adapters_are_sent_once(nodes: Nodes, tmp_path: Path) -> None:
     """Two slots for three adapters: one is loaded again without its files being sent again."""
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
@@ -120,20 +124,20 @@ def test_adapters_come_with_the_orders(nodes: Nodes, tmp_path: Path) -> None:
     assert len(ranks_of(divided)._sent_adapters) == 3
 
 
-def test_an_adapter_that_cannot_be_read_ends_its_own_requests_alone(nodes: Nodes, tmp_path: Path) -> None:
+def test_unreadable_adapter_fails_only_dependent_requests(nodes: Nodes, tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     divided, alone = engine(path, **lora, **nodes(str(path), 2)), engine(path, **lora)
     for folder in {each.adapter.folder for each in requests if each.adapter is not None}:
         shutil.rmtree(folder)
-    found, expected = run(divided, requests), run(alone, requests)
-    reasons = {key: each.finish_reason for key, each in found.items()}
+    answers, expected = run(divided, requests), run(alone, requests)
+    reasons = {key: each.finish_reason for key, each in answers.items()}
     assert reasons == {key: each.finish_reason for key, each in expected.items()}
     assert len(set(reasons.values())) == 2
     assert not ranks_of(divided)._sent_adapters
 
 
-def test_a_machine_with_other_weights_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+def test_node_with_different_weights_is_rejected(nodes: Nodes, tmp_path: Path) -> None:
     here, there = save_tiny_model(tmp_path / "here", "llama"), tmp_path / "there"
     shutil.copytree(here, there)
     content = bytearray((there / "model.safetensors").read_bytes())
@@ -143,7 +147,7 @@ def test_a_machine_with_other_weights_is_refused(nodes: Nodes, tmp_path: Path) -
         engine(here, **nodes(str(there), 2))
 
 
-def test_each_machine_has_a_path_and_an_engine_after_another(nodes: Nodes, tmp_path: Path) -> None:
+def test_nodes_may_use_different_model_paths_for_successive_engines(nodes: Nodes, tmp_path: Path) -> None:
     here, there = save_tiny_model(tmp_path / "here", "llama"), tmp_path / "there"
     there.symlink_to(here)
     told = nodes(str(there), 2)
@@ -153,17 +157,17 @@ def test_each_machine_has_a_path_and_an_engine_after_another(nodes: Nodes, tmp_p
         free_engine_memory()
 
 
-def test_the_machine_with_the_least_room_decides(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_with_least_memory_limits_kv_blocks(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.available_kv_bytes", lambda *_: 300_000)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
     each = sum(tensor.total_bytes for layer in made.executor._model.block_tensor_specs(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)
-    given = engine(path, **nodes(str(path), 2), max_model_len=64, kv_cache_memory=0.01)
-    assert given.info.num_blocks > made.info.num_blocks
+    engine_with_fixed_memory = engine(path, **nodes(str(path), 2), max_model_len=64, kv_cache_memory=0.01)
+    assert engine_with_fixed_memory.info.num_blocks > made.info.num_blocks
 
 
-def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> None:
+def test_killed_node_ends_engine(nodes: Nodes, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     made = engine(path, **nodes(str(path), 2))
     for each in asked():
@@ -175,7 +179,7 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
         run(made, [])
 
 
-def ask(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
+def join_verdict(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
     """The leader's verdict on a join request."""
     store = connect_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
     store.set_timeout(timedelta(seconds=30))
@@ -183,16 +187,16 @@ def ask(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
     return msgspec.msgpack.decode(store.queue_pop(reply), type=JoinVerdict)
 
 
-def alive(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE_TIMEOUT) -> NodeHeartbeat:
+def node_heartbeat(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE_TIMEOUT) -> NodeHeartbeat:
     """The heartbeat of a rank."""
     return NodeHeartbeat(
         RankAssignment(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""), silence
     )
 
 
-def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_foreign_connections_do_not_block_joining_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     settings = told()
-    _, thread, found = gathering(settings)
+    _, thread, joined_ranks = gathering(settings)
     place, rng, idle = ("127.0.0.1", settings["master_port"]), random.Random(1), []
     for size in (0, 1, 40, 5000):
         with socket.create_connection(place, 30) as one:
@@ -200,9 +204,9 @@ def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]
     for _ in range(80):
         idle.append(socket.create_connection(place, 30))
     connect_store(place).queue_push(JOIN_QUEUE, b"\xff" * 40)
-    assert ask(settings, make_join_request(member_config(settings), 1, 0, 77)) == JoinVerdict("", final=False)
+    assert join_verdict(settings, make_join_request(member_config(settings), 1, 0, 77)) == JoinVerdict("", final=False)
     thread.join(30)
-    assert [each.pid for each in found] == [77]
+    assert [each.pid for each in joined_ranks] == [77]
     for one in idle:
         one.close()
     assert "a connection that is not one of the machines tried to join" in capfd.readouterr().err
@@ -216,63 +220,65 @@ def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]
         ({"model": "other"}, "model: another config.json"),
     ],
 )
-def test_who_would_compute_something_else_is_refused(changed: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+def test_node_with_different_config_is_rejected(changed: dict[str, Any], wrong: str, tmp_path: Path) -> None:
     settings = told()
-    _, thread, found = gathering(settings)
+    _, thread, joined_ranks = gathering(settings)
     if "model" in changed:
         changed = {"model": str(save_tiny_model(tmp_path, "llama"))}
     other = EngineConfig(**{"model": DEMO_MODEL} | settings | {"node_rank": 1} | changed)
-    refused = ask(settings, make_join_request(other, 1, 0, 5))
+    refused = join_verdict(settings, make_join_request(other, 1, 0, 5))
     assert wrong in refused.refused
     assert refused.final
     config = member_config(settings)
     for node, place in ((0, 0), (1, 1), (1, -1)):
-        assert "there is no rank" in ask(settings, make_join_request(config, node, place, 5)).refused
-    assert not ask(settings, make_join_request(config, 1, 0, 6)).refused
+        assert "there is no rank" in join_verdict(settings, make_join_request(config, node, place, 5)).refused
+    assert not join_verdict(settings, make_join_request(config, 1, 0, 6)).refused
     thread.join(30)
-    assert [each.pid for each in found] == [6]
+    assert [each.pid for each in joined_ranks] == [6]
 
 
-def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both(
+def test_node_with_different_kernels_is_rejected_naming_both(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = told()
-    _, thread, found = gathering(settings)
+    _, thread, joined_ranks = gathering(settings)
     own = make_join_request(member_config(settings), 1, 0)
     member, ours = ThreadMember(member_config(settings), replace(own, kernels="NEON, PyTorch 9")), own.kernels
     member.keep_rank_running(0)
     wrong = f"machine 1 cannot join: what computes is {ours} on machine 0 and NEON, PyTorch 9 there"
     assert str(member.failure) == f"node_rank: 127.0.0.1:{settings['master_port']} refused: {wrong}"
     assert f"quire: {wrong}\n" in capfd.readouterr().err
-    assert not ask(settings, make_join_request(member_config(settings), 1, 0, 6)).refused
+    assert not join_verdict(settings, make_join_request(member_config(settings), 1, 0, 6)).refused
     thread.join(30)
-    assert [each.pid for each in found] == [6]
+    assert [each.pid for each in joined_ranks] == [6]
 
 
-def test_one_place_is_taken_once_until_its_machine_is_silent() -> None:
+def test_rank_is_reassigned_only_after_node_falls_silent() -> None:
     settings, silence = told() | {"tensor_parallel_size": 4}, timedelta(seconds=2)
-    _, thread, found = gathering(settings, silence)
+    _, thread, joined_ranks = gathering(settings, silence)
     config = member_config(settings)
-    assert not ask(settings, make_join_request(config, 1, 0, 5)).refused
-    assert ask(settings, make_join_request(config, 1, 0, 6)) == JoinVerdict("machine 1 has joined already", final=False)
-    while ask(settings, make_join_request(config, 1, 0, 7)).refused:  # until the leader notices
+    assert not join_verdict(settings, make_join_request(config, 1, 0, 5)).refused
+    assert join_verdict(settings, make_join_request(config, 1, 0, 6)) == JoinVerdict(
+        "machine 1 has joined already", final=False
+    )
+    while join_verdict(settings, make_join_request(config, 1, 0, 7)).refused:  # until the leader notices
         time.sleep(0.05)
-    lives = [alive(settings, 2, silence)]
-    assert not ask(settings, make_join_request(config, 1, 1, 8)).refused
-    lives.append(alive(settings, 3, silence))
+    lives = [node_heartbeat(settings, 2, silence)]
+    assert not join_verdict(settings, make_join_request(config, 1, 1, 8)).refused
+    lives.append(node_heartbeat(settings, 3, silence))
     thread.join(30)
-    assert [each.pid for each in found] == [7, 8]
-    for life, remote, code in zip(lives, found, (3, -signal.SIGSEGV), strict=True):
+    assert [each.pid for each in joined_ranks] == [7, 8]
+    for life, remote, code in zip(lives, joined_ranks, (3, -signal.SIGSEGV), strict=True):
         life.report_exit(code)
         assert remote.wait() == code
         assert not remote.is_lost
 
 
-def test_who_never_comes_ends_the_start() -> None:
+def test_missing_node_ends_start_after_timeout() -> None:
     settings = told() | {"nodes_timeout": 0.3}
-    with pytest.raises(ConfigError, match=r"nnodes: machine 1 of 2 has not joined 127.0.0.1:\d+ in 0.3 s") as found:
+    with pytest.raises(ConfigError, match=r"nnodes: machine 1 of 2 has not joined 127.0.0.1:\d+ in 0.3 s") as raised:
         engine(DEMO_MODEL, **settings)
-    assert found.value.param == "nnodes"
+    assert raised.value.param == "nnodes"
 
 
 @pytest.mark.parametrize(
@@ -290,12 +296,12 @@ def test_who_never_comes_ends_the_start() -> None:
         ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"}, "master_addr: 0.0.0.0 is no address"),
     ],
 )
-def test_what_cannot_be_on_several_machines(settings: dict[str, Any], wrong: str) -> None:
+def test_invalid_multi_node_settings_are_rejected(settings: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValidationError, match=wrong):
         EngineConfig(**settings)
 
 
-def test_addresses_that_are_not_this_machines() -> None:
+def test_invalid_master_addr_and_node_rank_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"master_addr, master_port: cannot listen on 192\.0\.2\.1:"):
         engine(DEMO_MODEL, **told() | {"master_addr": "192.0.2.1"})
     with pytest.raises(ConfigError, match=r"master_addr: .no\.such\.host\.invalid. is no address"):

@@ -20,7 +20,7 @@ BROKEN = f"{__name__}:Broken"
 PROMPTS = {"long": [5] * 40, "short": [6] * 3, "middle": [7] * 20}
 
 
-def answered(path: Path, **options: object) -> tuple[list[str], dict[str, list[int]]]:
+def finish_order_and_tokens(path: Path, **options: object) -> tuple[list[str], dict[str, list[int]]]:
     """The ids of requests in the order in which they ended, one running at a time, and their tokens."""
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=40, max_num_seqs=1, **options))  # type: ignore[arg-type]
     first = EngineCoreRequest(
@@ -40,24 +40,24 @@ def answered(path: Path, **options: object) -> tuple[list[str], dict[str, list[i
     return [each.id for each in outputs if each.finish_reason], tokens
 
 
-def test_the_order_is_chosen_and_no_token_depends_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduling_policy_changes_order_but_not_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.syspath_prepend(ROOT / "examples/scheduling")
-    by_priority, tokens = answered(path)
+    by_priority, tokens = finish_order_and_tokens(path)
     assert by_priority == ["middle", "short", "first", "long"], "what runs gives way to what is more urgent"
-    as_they_came, same = answered(path, scheduling_policy="fcfs")
+    as_they_came, same = finish_order_and_tokens(path, scheduling_policy="fcfs")
     assert (as_they_came, same) == (["first", "long", "short", "middle"], tokens)
     own = "shortest_first:ShortestFirst"
-    shortest, again = answered(path, scheduling_policy="fcfs", scheduler_cls=own)
+    shortest, again = finish_order_and_tokens(path, scheduling_policy="fcfs", scheduler_cls=own)
     assert (shortest, again) == (["first", "short", "middle", "long"], tokens)
 
 
-class Broken(Scheduler):
+class BrokenScheduler(Scheduler):
     def place(self, request: EngineCoreRequest) -> float:
         return {5: math.nan, 6: "first"}[request.prompt_ids[0]] if request.id != "first" else 0  # type: ignore[return-value]
 
 
-def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
+def test_invalid_scheduler_place_fails_only_that_request(tmp_path: Path) -> None:
     engine = EngineCore(
         EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=40, scheduler_cls=BROKEN)
     )
@@ -68,12 +68,12 @@ def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
     while engine.has_work or not outputs:
         outputs += engine.step()
     ended = {each.id: each.error or each.finish_reason for each in outputs if each.finish_reason}
-    said = "scheduler_cls: Broken.place "
+    prefix = "scheduler_cls: Broken.place "
     assert ended == {
         "first": "length",
-        "long": f"{said}gave nan, which is not a number",
-        "short": f"{said}gave 'first', which is not a number",
-        "middle": f"{said}raised KeyError: 7",
+        "long": f"{prefix}gave nan, which is not a number",
+        "short": f"{prefix}gave 'first', which is not a number",
+        "middle": f"{prefix}raised KeyError: 7",
     }
 
 
@@ -85,13 +85,15 @@ def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
         ("pathlib:Path", "not a subclass of"),
     ],
 )
-def test_what_is_no_scheduler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str) -> None:
+def test_invalid_scheduler_cls_raises_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples/scheduling")
     with pytest.raises(ConfigError, match=f"scheduler_cls: .*{wrong}"):
-        answered(save_tiny_model(tmp_path, "llama"), scheduler_cls=name)
+        finish_order_and_tokens(save_tiny_model(tmp_path, "llama"), scheduler_cls=name)
 
 
-def test_without_sliding_windows_the_context_ends_with_the_narrowest(tmp_path: Path) -> None:
+def test_disable_sliding_window_limits_context_to_window(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "mistral-window", sliding_window=48, max_position_embeddings=256)
     config = EngineConfig(model=str(path), num_kv_blocks=60)
     whole = EngineCore(config)
@@ -101,7 +103,7 @@ def test_without_sliding_windows_the_context_ends_with_the_narrowest(tmp_path: P
         EngineCore(config.model_copy(update={"disable_sliding_window": True, "max_model_len": 64}))
 
 
-def test_pages_have_the_size_that_was_asked_for_or_the_start_ends(tmp_path: Path) -> None:
+def test_block_size_is_applied_or_rejected(tmp_path: Path) -> None:
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=60)
     assert EngineCore(config.model_copy(update={"block_size": 16})).info.block_size == 16
     with pytest.raises(ConfigError, match=r"its blocks have 16 tokens, not 32 \(block_size\); reference: its pages"):

@@ -38,24 +38,24 @@ def prompts() -> list[list[int]]:
 @compiled
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_together_chunked_cached_and_preempted_are_the_same(
+def test_tokens_are_equal_alone_together_chunked_cached_and_preempted(
     quantization: str, dtype: str, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
     options = {"quantization": quantization, "dtype": dtype}
-    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+    requests = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, **options)
-    wanted = tokens(run(together, asked))
+    expected = tokens(run(together, requests))
     assert together.executor._model._recorded_layers[1] is not None
     alone = engine(path, **options, enable_prefix_caching=False)
-    for each in asked:
-        assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
-    assert tokens(run(engine(path, **options, max_num_batched_tokens=7), asked)) == wanted
-    again = run(together, asked)
-    assert any(each.cached_tokens for each in again.values())
-    assert tokens(again) == wanted
+    for each in requests:
+        assert tokens(run(alone, [each]))[each.id] == expected[each.id]
+    assert tokens(run(engine(path, **options, max_num_batched_tokens=7), requests)) == expected
+    cached_answers = run(together, requests)
+    assert any(each.cached_tokens for each in cached_answers.values())
+    assert tokens(cached_answers) == expected
     few = engine(path, **options, num_kv_blocks=12, max_model_len=128)
-    assert tokens(run(few, asked)) == wanted
+    assert tokens(run(few, requests)) == expected
     assert few.engine_stats.preemptions > 0
 
 
@@ -63,21 +63,21 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
 @compiled
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_layers_give_the_same_bits(
+def test_fused_layers_give_same_bits(
     family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, family)
-    asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
-    together = tokens(run(engine(path, quantization=quantization), asked))
+    requests = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
+    together = tokens(run(engine(path, quantization=quantization), requests))
     monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
-    assert tokens(run(engine(path, quantization=quantization), asked)) == together
+    assert tokens(run(engine(path, quantization=quantization), requests)) == together
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
 @pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.15), ("int4", 0.6), ("fp8", 0.5)])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_log_probabilities_stay_near(
+def test_online_quantization_keeps_logprobs_close(
     backend: str, quantization: str, bound: float, load_format: str, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path, "qwen2")
@@ -94,7 +94,7 @@ def test_log_probabilities_stay_near(
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
-def test_the_start_says_what_it_did(backend: str, tmp_path: Path) -> None:
+def test_engine_info_describes_online_quantization(backend: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     info = engine(path, attention_backend=backend, quantization="int4").info
     assert info.quantization.startswith("int4 at load")
@@ -103,35 +103,35 @@ def test_the_start_says_what_it_did(backend: str, tmp_path: Path) -> None:
     assert (info.weight_bytes < 0.6 * whole) == (backend == "cpu")
 
 
-def test_8_bits_are_the_nearest_ones() -> None:
+def test_quantize_int8_rounds_to_nearest() -> None:
     weight = torch.randn((70, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3] = 0
-    made = quantize_int8(weight)
+    quantized = quantize_int8(weight)
     step = weight.float().abs().amax(1, keepdim=True) / 127
-    assert ((made.dequantize() - weight.float()).abs() <= step * 0.501).all()
+    assert ((quantized.dequantize() - weight.float()).abs() <= step * 0.501).all()
 
 
-def test_8_bit_floats_are_the_nearest_ones() -> None:
+def test_quantize_float8_rounds_to_nearest() -> None:
     weight = torch.randn((70, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3] = 0
     weight[4] *= 1e-3
-    made = quantize_float8(weight).dequantize()
+    dequantized = quantize_float8(weight).dequantize()
     peak = weight.float().abs().amax(1, keepdim=True)
     # Half a step of 3 bits, or of subnormal numbers.
     allowed = (weight.float().abs() / 16).clamp_min(peak / 448 * 2.0**-10)
-    assert ((made - weight.float()).abs() <= allowed * 1.01).all()
+    assert ((dequantized - weight.float()).abs() <= allowed * 1.01).all()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased"])
-def test_embedding_and_head_are_chosen_apart(backend: str, family: str, tmp_path: Path) -> None:
+def test_quantize_embedding_is_independent_of_quantization(backend: str, family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
-    asked = [request("a", prompts()[3], max_tokens=1, prompt_logprobs=0)]
+    requests = [request("a", prompts()[3], max_tokens=1, prompt_logprobs=0)]
 
     def logprobs(**options: object) -> tuple[list[float], str, int]:
         made = engine(path, attention_backend=backend, dtype="float32", **options)
-        found = run(made, asked)["a"].prompt_logprobs
+        found = run(made, requests)["a"].prompt_logprobs
         assert found is not None
         return [each.logprob for each in found if each is not None], made.info.quantization, made.info.weight_bytes
 
@@ -151,21 +151,21 @@ def test_embedding_and_head_are_chosen_apart(backend: str, family: str, tmp_path
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e4])
 @pytest.mark.parametrize("heavy", [False, True])
-def test_4_bits_are_better_than_round_to_nearest(heavy: bool, scale: float) -> None:
+def test_quantize_int4_beats_rounding_to_nearest(heavy: bool, scale: float) -> None:
     weight = torch.randn((64, 256), generator=torch.Generator().manual_seed(1))
     weight = (weight**3 if heavy else weight) * scale
     groups = weight.unflatten(1, (-1, 32))
     low, high = groups.aminmax(dim=2, keepdim=True)
     step = (high - low) / 15
     nearest = ((groups - low) / step).round() * step + low
-    made = quantize_int4(weight, ReferenceBackend())
-    error = (made.dequantize() - weight).square().sum()
+    quantized = quantize_int4(weight, ReferenceBackend())
+    error = (quantized.dequantize() - weight).square().sum()
     assert error < 0.95 * (nearest - groups).square().sum()
-    by_group = (made.dequantize().view_as(groups) - groups).square().sum(2)
+    by_group = (quantized.dequantize().view_as(groups) - groups).square().sum(2)
     assert (by_group <= (nearest - groups).square().sum(2) * 1.01 + 1e-12).all()
 
 
-def test_4_bits_of_what_has_few_values_is_exact() -> None:
+def test_quantize_int4_is_exact_for_16_values_per_group() -> None:
     codes = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(2)).float()
     codes[:, ::32], codes[:, 1::32] = 0, 15
     weight = codes * 0.25 - 1.5
@@ -175,17 +175,17 @@ def test_4_bits_of_what_has_few_values_is_exact() -> None:
     assert quantize_int4(weight[:, :30], ReferenceBackend()).bits == 8
 
 
-def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
+def test_online_quantization_of_quantized_checkpoint_is_rejected(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     config = json.loads((path / "config.json").read_text())
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    for asked in ("int8", "awq"):
-        with pytest.raises(ConfigError, match=f"quantization: {asked} is asked for, but .* are gptq"):
-            engine(path, quantization=asked)
+    for method in ("int8", "awq"):
+        with pytest.raises(ConfigError, match=f"quantization: {method} is asked for, but .* are gptq"):
+            engine(path, quantization=method)
 
 
-def test_a_name_of_vllm_s_is_checked_against_the_checkpoint_s_own(tmp_path: Path) -> None:
+def test_vllm_quantization_name_must_match_checkpoint(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"quantization: gptq_marlin is asked for, but .* are not quantized"):
         engine(path, quantization="gptq_marlin")

@@ -46,50 +46,52 @@ def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor
     return (lambda: None), function()
 
 
-def refused(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def capture_out_of_memory(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     captured(function)
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_cannot_capture_runs_without_on_all(failing: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_graph_that_one_rank_cannot_capture_is_eager_on_all_ranks(
+    failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def rank(group: DistributedCollective) -> GraphSet[str]:
-        ways, x = iter([refused if group.rank == failing else captured, captured]), torch.ones(2)
+        ways, x = iter([capture_out_of_memory if group.rank == failing else captured, captured]), torch.ones(2)
         made: GraphSet[str] = GraphSet(lambda function: next(ways)(function), CPU, group)
         for kind in ("first", "second"):
             made.capture_graph(kind, 4, lambda: group.all_reduce(x.clone()))
         return made
 
-    found = together(2, rank)
-    assert [list(each.graphs) for each in found] == [["second"]] * 2
-    assert "out of memory" in found[failing].eager_reasons["first"]
-    assert found[1 - failing].eager_reasons == {"first": "another rank cannot capture it"}
+    graph_sets = together(2, rank)
+    assert [list(each.graphs) for each in graph_sets] == [["second"]] * 2
+    assert "out of memory" in graph_sets[failing].eager_reasons["first"]
+    assert graph_sets[1 - failing].eager_reasons == {"first": "another rank cannot capture it"}
     assert "steps of 4 rows run without a graph" in caplog.text
 
 
-def test_a_graph_that_is_not_used_keeps_the_pool_for_others() -> None:
+def test_unused_graph_keeps_memory_pool_alive() -> None:
     """PyTorch (c10/cuda/CUDACachingAllocator.cpp) takes no capture into a pool whose last graph has gone."""
-    kept = list[weakref.ref[Any]]()
+    replays = list[weakref.ref[Any]]()
 
     def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         def replay() -> None:
             pass
 
-        kept.append(weakref.ref(replay))
+        replays.append(weakref.ref(replay))
         return replay, function()
 
     def rank(group: DistributedCollective) -> GraphSet[str]:
-        made: GraphSet[str] = GraphSet(capture if group.rank == 0 else refused, CPU, group)
+        made: GraphSet[str] = GraphSet(capture if group.rank == 0 else capture_out_of_memory, CPU, group)
         made.capture_graph("kind", 4, lambda: torch.zeros(1))
         return made
 
-    found = together(2, rank)
+    graph_sets = together(2, rank)
     gc.collect()
-    assert found[0].eager_reasons
-    assert kept[0]() is not None
+    assert graph_sets[0].eager_reasons
+    assert replays[0]() is not None
 
 
-def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:
+def test_partly_run_capture_step_ends_engine() -> None:
     """The other ranks wait in the rest of the step, and would take this rank's next collective for it."""
 
     def broken() -> Tensor:
@@ -104,7 +106,7 @@ def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:
     assert "out of memory" in alone.eager_reasons["kind"]
 
 
-class Forgetful(FakeCapture):
+class FailingCapture(FakeCapture):
     """Fails at every `every`-th capture."""
 
     def __init__(self, every: int | None) -> None:
@@ -120,13 +122,15 @@ class Forgetful(FakeCapture):
         return made
 
 
-def forgetful(monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int = 3) -> dict[int, Forgetful]:
+def install_failing_captures(
+    monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int = 3
+) -> dict[int, FailingCapture]:
     """The capture of each rank, by rank; that of `failing` (None: no rank) fails now and then."""
-    made: dict[int, Forgetful] = {}
+    made: dict[int, FailingCapture] = {}
 
-    def capture(*_: object) -> Forgetful:
+    def capture(*_: object) -> FailingCapture:
         number = 0 if threading.current_thread() is threading.main_thread() else 1
-        made[number] = Forgetful(every if number == failing else None)
+        made[number] = FailingCapture(every if number == failing else None)
         return made[number]
 
     monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
@@ -134,21 +138,21 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int =
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_a_graph_that_cannot_be_captured_ends_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_graph_capture_does_not_end_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(*_: object) -> GraphCapture:
-        return captured if threading.current_thread() is threading.main_thread() else refused
+        return captured if threading.current_thread() is threading.main_thread() else capture_out_of_memory
 
     monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
     started = engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0, max_num_seqs=1, max_model_len=64)
-    told = [each for each in started.info.notes if "graphs" in each][-2:]
-    assert told[0].startswith("0 of 2 decode graphs captured in ")
-    assert told[1] == "decodes of 1 rows run without graphs: another rank cannot capture it"
+    notes = [each for each in started.info.notes if "graphs" in each][-2:]
+    assert notes[0].startswith("0 of 2 decode graphs captured in ")
+    assert notes[1] == "decodes of 1 rows run without graphs: another rank cannot capture it"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash", "few_sizes")
 @pytest.mark.parametrize(("failing", "ordered"), [(1, True), *slow((None, False), (0, False))])
-def test_small_steps_with_prompts_hold_the_sums(
+def test_mixed_batch_graphs_of_ranks_equal_eager_steps(
     failing: int | None, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks capture in the same order: at the start, in idle moments, and when a step needs a graph."""
@@ -158,7 +162,7 @@ def test_small_steps_with_prompts_hold_the_sums(
     settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 48, "warmup_seconds": 0.0}
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: None)
     expected = picked(run(engine(DEMO_MODEL, 2, **settings), traffic()))
-    made = forgetful(monkeypatch, failing)
+    made = install_failing_captures(monkeypatch, failing)
     graphed = engine(DEMO_MODEL, 2, **settings)
     for _ in range(2):
         assert picked(run(graphed, traffic())) == expected
@@ -167,10 +171,10 @@ def test_small_steps_with_prompts_hold_the_sums(
         pass
     assert picked(run(graphed, traffic())) == expected
     assert graphed.engine_stats.captured_prompt_steps > 5
-    check_alike(graphed, made, failing)
+    check_ranks_have_same_graphs(graphed, made, failing)
 
 
-def check_alike(graphed: EngineCore, made: dict[int, Forgetful], failing: int | None) -> None:
+def check_ranks_have_same_graphs(graphed: EngineCore, made: dict[int, FailingCapture], failing: int | None) -> None:
     assert isinstance(graphed.executor, ModelRunner)
     assert graphed.executor.decode_graphs is not None
     assert graphed.executor.mixed_batch_graphs is not None

@@ -44,30 +44,30 @@ def two(thread_ranks: None, tmp_path: Path) -> SpmdRunner:
     return made.executor
 
 
-def first() -> bool:
+def is_first_rank() -> bool:
     """True on the first rank."""
     return threading.current_thread() is threading.main_thread()
 
 
-def test_the_first_rank_knows_those_of_all_once(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
+def test_kernel_variants_of_all_ranks_are_merged(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_sizes = list[int]()
 
     def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
-        asked.append(step_tokens)
-        return [kind("of both"), kind("of the first" if first() else "of the second")]
+        step_sizes.append(step_tokens)
+        return [kind("of both"), kind("of the first" if is_first_rank() else "of the second")]
 
     monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
     assert [each.name for each in two.kernel_variants(600)] == ["of both", "of the first", "of the second"]
     assert two.kernel_variants(600)[0] == kind("of both"), "as it was sent"
-    assert asked == [600] * 4
+    assert step_sizes == [600] * 4
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_to_find_them_leaves_no_answer_behind(
+def test_rank_error_in_kernel_variants_leaves_no_stale_reply(
     two: SpmdRunner, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
-        if first() == (failing == 0):
+        if is_first_rank() == (failing == 0):
             raise RuntimeError("no such shape")
         return [kind("of the other")]
 
@@ -79,11 +79,11 @@ def test_a_rank_that_fails_to_find_them_leaves_no_answer_behind(
     assert two.kernel_variants(600) == []
 
 
-def test_a_rank_that_does_not_answer_is_not_waited_for(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_rank_times_out_in_kernel_variants(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
-        assert first() or over.wait(60)
+        assert is_first_rank() or over.wait(60)
         return []
 
     monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
@@ -96,9 +96,9 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(two: SpmdRunner, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_exit_during_precompile_ends_engine(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
-        if first():
+        if is_first_rank():
             return []
         raise SystemExit  # which no code of Quire catches
 
@@ -107,25 +107,25 @@ def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeyp
         precompile_kernels(two, 600, None, lambda: 0.0)
 
 
-class Unreachable:
+class UnreachableGroup:
     """A process group that must not be called."""
 
     def abort(self) -> None:
         pass
 
 
-def test_a_rank_apart_meets_no_other() -> None:
-    group = DistributedCollective(Unreachable, 1, 2, in_order=True)
+def test_suspended_collective_returns_local_shapes() -> None:
+    group = DistributedCollective(UnreachableGroup, 1, 2, in_order=True)
     x = torch.ones(3, 4)
     with group.suspend_communication():
-        found = [
+        results = [
             group.all_reduce(x),
             group.gather_columns(x, [4, 4]),
             group.broadcast(x),
             group.all_gather(x),
             group.all_to_all(x[:2]),
         ]
-    assert [list(each.shape) for each in found] == [[3, 4], [3, 8], [3, 4], [2, 3, 4], [2, 4]]
+    assert [list(each.shape) for each in results] == [[3, 4], [3, 8], [3, 4], [2, 3, 4], [2, 4]]
     with pytest.raises(AttributeError):
         group.all_gather(x)
     group.abort_collectives()

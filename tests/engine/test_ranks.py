@@ -139,14 +139,14 @@ def assert_same_alone(divided: EngineCore, found: dict[str, Answer]) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", SHAPES)
-def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+def test_tensor_parallel_tokens_equal_single_process(family: str, ranks: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, ranks, **SMALL)
-    found = run(divided, asked())
-    assert_same(found, expected)
+    answers = run(divided, asked())
+    assert_same(answers, expected)
     assert divided.engine_stats.preemptions > 0
-    assert_same_alone(divided, found)
+    assert_same_alone(divided, answers)
 
 
 QUANTIZED: dict[str, Any] = {
@@ -168,7 +168,9 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
-def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_quantized_weights_equal_single_process(
+    way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without integer products, which round x to 8 bits: there the last bit of a sum can change a code."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
@@ -186,21 +188,21 @@ def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
-def test_integer_products(way: str) -> None:
+def test_tensor_parallel_integer_products_do_not_depend_on_batch(way: str) -> None:
     """Close to a single process."""
     texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
     requests = [request(str(i), ids, max_tokens=12, logprobs=0) for i, ids in enumerate(texts)]
     settings: dict[str, Any] = {"quantization": way, "max_model_len": 128, "num_kv_blocks": 32}
     divided = engine(DEMO_MODEL, 2, **settings)
-    found, expected = run(divided, requests), run(engine(DEMO_MODEL, 1, **settings), requests)
+    answers, expected = run(divided, requests), run(engine(DEMO_MODEL, 1, **settings), requests)
     for each in requests:
-        assert numbers(found[each.id])[0] == pytest.approx(numbers(expected[each.id])[0], abs=0.05)
+        assert numbers(answers[each.id])[0] == pytest.approx(numbers(expected[each.id])[0], abs=0.05)
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (answers[each.id].ids, answers[each.id].logprobs)
 
 
-def test_groups_that_would_be_torn_apart_are_refused(tmp_path: Path) -> None:
+def test_indivisible_quantization_groups_are_rejected(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")  # down_proj has 160 inputs, 80 per rank
     path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED["gptq"])
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: model.layers.0.mlp.down_proj cannot be divided: its"):
@@ -215,12 +217,12 @@ def asked_with_adapters(tmp_path: Path) -> tuple[Path, list[EngineCoreRequest]]:
     both = (*ALL, "embed_tokens", "lm_head")
     folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
     (tmp_path / "spool").mkdir()
-    kept = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
-    adapters = [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
+    store = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
+    adapters = [None, *(store.add_adapter(folder.name, str(folder)) for folder in folders)]
     return path, [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_tensor_parallel_lora_tokens_equal_single_process(tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     expected = run(engine(path, 1, **lora), requests)
@@ -230,41 +232,41 @@ def test_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"])
-def test_guessed_tokens(method: str, tmp_path: Path) -> None:
+def test_tensor_parallel_drafts_do_not_change_tokens(method: str, tmp_path: Path) -> None:
     """Every rank holds the whole draft heads and computes the inputs that they ask for; a draft model runs on the first
     rank.
     """
     own = method == "mtp"
     path = save_tiny_mtp(tmp_path / "model", "qwen3_5") if own else save_tiny_model(tmp_path / "model", "llama")
-    told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    speculative_config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
-        told["model"] = str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))
+        speculative_config["model"] = str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))
     elif method in METHODS:
-        told["model"] = str(made_head(tmp_path / "head", method)[0])
+        speculative_config["model"] = str(made_head(tmp_path / "head", method)[0])
     expected = run(engine(path, 1, num_kv_blocks=96, max_model_len=128), asked())
     make = None if method == "ngram" else always
-    guessing = engine(path, 2, make, num_kv_blocks=96, max_model_len=128, speculative_config=told)
+    guessing = engine(path, 2, make, num_kv_blocks=96, max_model_len=128, speculative_config=speculative_config)
     assert_same(run(guessing, asked()), expected)
     assert method == "ngram" or guessing.engine_stats.drafts > 0
 
 
 @pytest.mark.parametrize("kind", ["mean", "last"])
-def test_vectors(kind: str, tmp_path: Path) -> None:
+def test_tensor_parallel_vectors_equal_single_process(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "qwen3")
-    wanted = [
+    requests = [
         EngineCoreRequest(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())
     ]
 
     def vectors(ranks: int) -> dict[str, np.ndarray]:
         made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
-        for each in wanted:
+        for each in requests:
             made.add_request(each)
         while made.has_work:
             found |= {each.id: np.frombuffer(each.vector, "<f4") for each in made.step() if each.vector is not None}
         return found
 
     one, two = vectors(1), vectors(2)
-    assert one.keys() == two.keys() == {each.id for each in wanted}
+    assert one.keys() == two.keys() == {each.id for each in requests}
     for name, vector in one.items():
         np.testing.assert_allclose(two[name], vector, atol=1e-5)
 
@@ -272,7 +274,7 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
+def test_tensor_parallel_grammars_do_not_depend_on_batch(dtype: str, kv: str) -> None:
     """In bfloat16 the ranks' parts are rounded once more, so tokens may differ from one process, but not with the
     batch.
     """
@@ -283,16 +285,16 @@ def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
     requests.append(request("json", texts[0], seed=9, **params, grammar=json_grammar(schema)))
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv, "max_model_len": 256, "num_kv_blocks": 64}
     divided = engine(DEMO_MODEL, 2, **settings)
-    found = run(divided, requests)
+    answers = run(divided, requests)
     if dtype == "float32" and kv == "auto":
-        assert_same(found, run(engine(DEMO_MODEL, 1, **settings), requests))
+        assert_same(answers, run(engine(DEMO_MODEL, 1, **settings), requests))
     for each in requests:
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (answers[each.id].ids, answers[each.id].logprobs)
 
 
-def test_each_rank_holds_its_part(tmp_path: Path) -> None:
+def test_each_rank_loads_only_local_shard(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=3001, num_hidden_layers=6)
     config = EngineConfig(model=str(path), **BASE)
     model = read_model_config(path)
@@ -322,14 +324,14 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
         ("olmo2", 2, "the norm of all heads' queries and keys cannot be divided among ranks"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(family: str, ranks: int, wrong: str, tmp_path: Path) -> None:
+def test_indivisible_models_are_rejected(family: str, ranks: int, wrong: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {wrong}") as found:
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {wrong}") as raised:
         engine(path, ranks)
-    assert found.value.param == "tensor_parallel_size"
+    assert raised.value.param == "tensor_parallel_size"
 
 
-def test_other_refusals(tmp_path: Path) -> None:
+def test_tensor_parallel_rejects_unsupported_settings(tmp_path: Path) -> None:
     odd = save_tiny_model(tmp_path / "odd", "llama", intermediate_size=162)
     with pytest.raises(ConfigError, match="tensor_parallel_size: the model's intermediate_size 162 cannot be divided"):
         engine(odd, 4)
@@ -351,7 +353,7 @@ def test_other_refusals(tmp_path: Path) -> None:
         engine(encoder, 2)
 
 
-def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_on_rank_raises_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error must reach the caller, not only the rank's standard error."""
     plain = device_memory.allocate_kv_blocks
 
@@ -367,7 +369,7 @@ def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch
         engine(path, 2, num_kv_blocks=20)
 
 
-def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
+def test_ranks_end_when_engine_is_freed(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 4)
     assert isinstance(made.executor, SpmdRunner)
     running = [process._thread for process in made.executor._ranks._processes]

@@ -67,25 +67,25 @@ def other(folders: tuple[Path, Path]) -> Iterator[LLM]:
 
 
 def receipt_of(llm: LLM, prompt: list[int] | str = PROMPT, **params: Any) -> Receipt:
-    given = SamplingParams(**{"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, **params})
-    (output,) = llm.generate([prompt], given, use_tqdm=False, receipts=True)
+    sampling_params = SamplingParams(**{"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, **params})
+    (output,) = llm.generate([prompt], sampling_params, use_tqdm=False, receipts=True)
     assert output.receipt is not None
     assert [each.token_ids for each in output.receipt.choices] == [each.token_ids for each in output.outputs]
     return parse_receipt_json(encode_receipt(output.receipt))  # as it is read from a file
 
 
-def test_sampled_answers_come_again_wherever_they_began(llm: LLM, folders: tuple[Path, Path]) -> None:
+def test_receipt_replay_reproduces_sampled_answers(llm: LLM, folders: tuple[Path, Path]) -> None:
     """Unseeded, with several choices, penalties, drafts and log probabilities; replayed with other batches and
     prefixes.
     """
     guessing = LLM(str(folders[0]), **OPTIONS, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    asked: list[dict[str, Any]] = [
+    params_of_requests: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"n": 3, "logprobs": 2},
         {"seed": 7, "n": 2, "top_p": 0.8, "top_k": 40, "prompt_logprobs": 0},
         {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 2.0, 9: -3.0}, "min_tokens": 4},
     ]
-    receipts = [receipt_of(guessing, PROMPT * 2, **params) for params in asked]
+    receipts = [receipt_of(guessing, PROMPT * 2, **params) for params in params_of_requests]
     guessing.close()
     assert len({each.seed for receipt in receipts for each in receipt.choices}) == 7
     for receipt in [*receipts, *reversed(receipts)]:  # in the second round the prompt is cached
@@ -94,30 +94,32 @@ def test_sampled_answers_come_again_wherever_they_began(llm: LLM, folders: tuple
         assert verdict.tokens == sum(len(each.token_ids) for each in receipt.choices)
 
 
-def changed(receipt: Receipt, **fields: Any) -> Receipt:
+def with_changed_choice(receipt: Receipt, **fields: Any) -> Receipt:
     """The receipt with other fields in its first choice."""
     first = msgspec.structs.replace(receipt.choices[0], **fields)
     return msgspec.structs.replace(receipt, choices=[first, *receipt.choices[1:]])
 
 
-def test_the_first_difference_is_found(llm: LLM) -> None:
+def test_replay_reports_first_difference(llm: LLM) -> None:
     receipt = receipt_of(llm, logprobs=0, prompt_logprobs=0)
     (choice,) = receipt.choices
     assert choice.logprobs is not None
     assert choice.prompt_logprobs is not None
     assert len(choice.prompt_logprobs) == len(PROMPT) - 1
     ids = [*choice.token_ids[:7], (choice.token_ids[7] + 1) % 320, *choice.token_ids[8:]]
-    verdict = llm.replay(changed(receipt, token_ids=ids))
+    verdict = llm.replay(with_changed_choice(receipt, token_ids=ids))
     assert verdict.outcome == "different"
     there, here = (f"'token_id:{each}' ({each})" for each in (ids[7], choice.token_ids[7]))
     assert verdict.what == f"token 7: expected {there}, got {here}"
     one_bit = torch.tensor(choice.logprobs[3]).nextafter(torch.tensor(0.0)).item()
     logprobs = [*choice.logprobs[:3], one_bit, *choice.logprobs[4:]]
-    assert llm.replay(changed(receipt, logprobs=logprobs)).what.startswith("log probability of token 3: expected")
+    assert llm.replay(with_changed_choice(receipt, logprobs=logprobs)).what.startswith(
+        "log probability of token 3: expected"
+    )
     prompt = [*choice.prompt_logprobs[:5], 0.0, *choice.prompt_logprobs[6:]]
-    assert "prompt's token 6" in llm.replay(changed(receipt, prompt_logprobs=prompt)).what
-    assert llm.replay(changed(receipt, seed=choice.seed ^ 1)).outcome == "different"
-    longer = changed(
+    assert "prompt's token 6" in llm.replay(with_changed_choice(receipt, prompt_logprobs=prompt)).what
+    assert llm.replay(with_changed_choice(receipt, seed=choice.seed ^ 1)).outcome == "different"
+    longer = with_changed_choice(
         receipt,
         token_ids=[*choice.token_ids, 5],
         logprobs=[*choice.logprobs, -1.0],
@@ -126,7 +128,7 @@ def test_the_first_difference_is_found(llm: LLM) -> None:
     assert llm.replay(longer).what.endswith("expected 'token_id:5' (5), got the end")
 
 
-def test_what_differs_of_the_model_is_named(llm: LLM, other: LLM) -> None:
+def test_replay_names_differing_weights_tokenizer_or_config(llm: LLM, other: LLM) -> None:
     receipt = receipt_of(llm)
     verdict = other.replay(receipt)
     assert verdict.outcome == "refused"
@@ -147,7 +149,7 @@ def test_what_differs_of_the_model_is_named(llm: LLM, other: LLM) -> None:
 
 
 @pytest.mark.slow
-async def test_each_version_of_the_weights_answers_for_its_own_tokens(
+async def test_replay_checks_only_tokens_of_loaded_weights_version(
     folders: tuple[Path, Path], llm: LLM, other: LLM
 ) -> None:
     """Weights change in the middle of an answer; each engine replays only what its weights computed."""
@@ -190,21 +192,21 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
 
 
 @pytest.mark.slow
-def test_adapters_count_by_their_content(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_replay_compares_adapters_by_content(folders: tuple[Path, Path], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    made = [LoRARequest("a", i, str(save_adapter(tmp_path / str(i), model, 4, seed=i))) for i in (1, 2)]
+    lora_requests = [LoRARequest("a", i, str(save_adapter(tmp_path / str(i), model, 4, seed=i))) for i in (1, 2)]
     llm = LLM(str(folders[0]), **OPTIONS, enable_lora=True, max_lora_rank=8)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    (output,) = llm.generate([PROMPT], params, use_tqdm=False, lora_request=made[0], receipts=True)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False, lora_request=lora_requests[0], receipts=True)
     assert output.receipt is not None
-    renamed = LoRARequest("another name", 3, made[0].lora_path)
+    renamed = LoRARequest("another name", 3, lora_requests[0].lora_path)
     assert llm.replay(output.receipt, lora_request=renamed).outcome == "equal"
-    assert "the adapter a (" in llm.replay(output.receipt, lora_request=made[1]).what
+    assert "the adapter a (" in llm.replay(output.receipt, lora_request=lora_requests[1]).what
     assert "was not given: --adapter" in llm.replay(output.receipt).what
     llm.close()
 
 
-def test_texts_grammars_and_stop_strings_of_the_embedded_model() -> None:
+def test_replay_reproduces_texts_grammars_and_stop_strings() -> None:
     """The server's half applies stop strings while the engine computes further tokens; the engine applies grammars."""
     llm = LLM(threads=1)
     schema = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -217,37 +219,41 @@ def test_texts_grammars_and_stop_strings_of_the_embedded_model() -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_in_no_file_have_no_hash(llm: LLM, folders: tuple[Path, Path]) -> None:
+def test_weights_loaded_from_tensors_have_no_hash(llm: LLM, folders: tuple[Path, Path]) -> None:
     other = LLM(str(folders[0]), **OPTIONS)
-    kept = receipt_of(other)
+    receipt_before = receipt_of(other)
     model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
     other.load_weights(model.state_dict().items())
     receipt = receipt_of(other)
     assert receipt.hashes.weights == {"2": None}
     assert receipt.choices[0].versions == [("2", 20)]
     assert "some that were in no file" in llm.replay(receipt).what
-    assert other.replay(kept).outcome == "refused"
+    assert other.replay(receipt_before).outcome == "refused"
     other.update_weights(str(folders[1]), version="2")  # a name that was used before
-    again = receipt_of(other)
-    assert again.hashes.weights["2"] not in (None, kept.hashes.weights["1"])
-    assert other.replay(again).outcome == "equal"
+    receipt_after = receipt_of(other)
+    assert receipt_after.hashes.weights["2"] not in (None, receipt_before.hashes.weights["1"])
+    assert other.replay(receipt_after).outcome == "equal"
     other.close()
 
 
 @pytest.mark.parametrize("given", ["{", "[]", '{"receipt": 3}', '{"object": "receipt"}', '{"receipt": {"id": "x"}}'])
-def test_what_is_no_receipt_is_said(given: str) -> None:
+def test_invalid_receipt_raises_invalid_request(given: str) -> None:
     with pytest.raises(InvalidRequest, match="this is not a receipt"):
         parse_receipt_json(given.encode())
 
 
-def test_choices_must_fit(llm: LLM) -> None:
+def test_replay_rejects_inconsistent_choices(llm: LLM) -> None:
     receipt = receipt_of(llm, max_tokens=2)
-    for wrong in (changed(receipt, index=1), changed(receipt, index=-1), changed(receipt, versions=[("1", 3)])):
+    for wrong in (
+        with_changed_choice(receipt, index=1),
+        with_changed_choice(receipt, index=-1),
+        with_changed_choice(receipt, versions=[("1", 3)]),
+    ):
         with pytest.raises(InvalidRequest, match="do not fit"):
             llm.replay(wrong)
 
 
-def test_what_computes_is_told(llm: LLM) -> None:
+def test_receipt_records_compute_info(llm: LLM) -> None:
     computed = receipt_of(llm).computed
     assert isinstance(computed, ComputeInfo)
     assert (computed.dtype, computed.device, computed.deterministic) == ("float32", "cpu", True)

@@ -26,14 +26,14 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, sys.path)]))
 
 
-def test_the_reward_is_the_share_of_words() -> None:
+def test_reward_is_share_of_words() -> None:
     assert reward_of("She saw the Sun. A bird sang") == 4 / 7
     assert reward_of("") == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
-def test_a_few_steps_are_on_policy(trainer: str, tmp_path: Path) -> None:
+def test_grpo_steps_are_on_policy(trainer: str, tmp_path: Path) -> None:
     few = ["--steps=4", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1", f"--curve={tmp_path / 'curve.csv'}"]
     if trainer == "deepspeed":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -45,7 +45,7 @@ def test_a_few_steps_are_on_policy(trainer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reward_model_judges_as_transformers_does(tmp_path: Path) -> None:
+def test_reward_model_scores_equal_transformers(tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = AutoConfig.from_pretrained(DEMO_MODEL, num_labels=1, num_hidden_layers=1, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).float().save_pretrained(tmp_path)
@@ -54,19 +54,19 @@ def test_a_reward_model_judges_as_transformers_does(tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
     starts, texts = ["Once upon a time", "One day"], [", a fox", " the sun sang"]
     judge = LLM(tmp_path, dtype="float32", kv_cache_memory=0.05, threads=1)
-    found = by_model(judge)(starts, texts)
+    scores = by_model(judge)(starts, texts)
     judge.close()
     with torch.inference_mode():
         stories = [start + text for start, text in zip(starts, texts, strict=True)]
-        wanted = [model(torch.tensor([tokenizer.encode(story)])).logits.item() for story in stories]
-    assert found == pytest.approx(wanted, abs=1e-4)
-    assert not all(0 <= each <= 1 for each in found) or abs(found[0] - found[1]) > 1e-6
+        expected = [model(torch.tensor([tokenizer.encode(story)])).logits.item() for story in stories]
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert not all(0 <= each <= 1 for each in scores) or abs(scores[0] - scores[1]) > 1e-6
     few = ["--steps=2", "--prompts=2", "--answers=2", "--tokens=4", "--threads=1", f"--reward-model={tmp_path}"]
     assert max(step.mismatch for step in run(parsed(few))) < 1e-3
 
 
 @pytest.mark.slow
-def test_two_ranks_of_deepspeed_train_together(tmp_path: Path) -> None:
+def test_deepspeed_on_two_ranks_trains_like_one(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     few = ["--steps=3", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1"]
     alone = run(parsed(few))
@@ -86,7 +86,7 @@ def test_two_ranks_of_deepspeed_train_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
-def test_trl_trains_on_answers_of_a_server(tmp_path: Path) -> None:
+def test_trl_trains_on_server_answers(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--dtype", "float32", "--threads", "1")
     command = [sys.executable, str(ROOT / "examples/rl/grpo_trl.py"), server.url, str(tmp_path / "trained"), "--cpu"]
     few = ["--model", DEMO_MODEL, "--steps=3", "--prompts=2", "--answers=4", "--tokens=12"]

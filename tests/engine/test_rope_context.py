@@ -35,7 +35,7 @@ def answer(made: EngineCore) -> Answer:
 
 
 @pytest.mark.parametrize("impl", ["quire", "transformers"])
-def test_tokens_do_not_depend_on_the_context_that_fits(impl: str, path: Path) -> None:
+def test_longrope_factors_follow_max_model_len_not_memory(impl: str, path: Path) -> None:
     long, short = (answer(engine(path, model_impl=impl, max_model_len=most)) for most in (OLD + 16, OLD))
     assert long.logprobs != short.logprobs
     small = EngineConfig(model=str(path), model_impl=impl, dtype="float32", num_kv_blocks=OLD // 16)
@@ -50,13 +50,15 @@ def test_tokens_do_not_depend_on_the_context_that_fits(impl: str, path: Path) ->
     assert by_short.info.max_model_len == OLD
 
 
-def test_a_file_and_a_class_rotate_alike(path: Path) -> None:
+def test_longrope_tokens_equal_transformers_backend(path: Path) -> None:
     for options in ({}, {"max_model_len": OLD}, {"num_kv_blocks": OLD // 16}):
-        ours, theirs = (answer(engine(path, model_impl=impl, **options)) for impl in ("quire", "transformers"))
-        assert ours.ids == theirs.ids, options
+        native, by_transformers = (
+            answer(engine(path, model_impl=impl, **options)) for impl in ("quire", "transformers")
+        )
+        assert native.ids == by_transformers.ids, options
 
 
-def test_pages_on_disk_are_those_of_one_context(path: Path, tmp_path: Path) -> None:
+def test_kv_blocks_on_disk_are_reused_only_for_same_rope_context(path: Path, tmp_path: Path) -> None:
     cached = []
     for most in (OLD, OLD + 16, OLD + 32, OLD + 16):
         made = engine(path, max_model_len=most, kv_offload_dir=str(tmp_path / "pages"))
@@ -67,13 +69,13 @@ def test_pages_on_disk_are_those_of_one_context(path: Path, tmp_path: Path) -> N
     assert cached == [0, 0, 0, 48]
 
 
-def test_the_fingerprint_says_it_where_it_counts(path: Path, tmp_path: Path) -> None:
-    def told(folder: Path, **options: Any) -> str:
+def test_system_fingerprint_depends_on_rope_context(path: Path, tmp_path: Path) -> None:
+    def fingerprint(folder: Path, **options: Any) -> str:
         made = engine(folder, **options)
         return system_fingerprint(made.info, "1", EngineConfig(model=str(path)))
 
-    assert told(path, max_model_len=OLD) != told(path, max_model_len=OLD + 16)
+    assert fingerprint(path, max_model_len=OLD) != fingerprint(path, max_model_len=OLD + 16)
     llama = save_tiny_model(tmp_path, "llama")
-    assert told(llama, max_model_len=OLD) == told(llama, max_model_len=OLD + 16)
+    assert fingerprint(llama, max_model_len=OLD) == fingerprint(llama, max_model_len=OLD + 16)
     with pytest.raises(ConfigError, match="rope_context: the model's rotations depend on no context"):
         engine(llama, rope_context=OLD)

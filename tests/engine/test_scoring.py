@@ -21,7 +21,7 @@ from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
 
 @cache
-def saved(family: str) -> Path:
+def save_model(family: str) -> Path:
     return save_tiny_model(Path(mkdtemp()), family)
 
 
@@ -37,20 +37,20 @@ def bits(values: Sequence[float]) -> list[int]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.few(3)
-def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype: str) -> None:
+def test_logprobs_of_decode_prompt_and_forward_are_bit_equal(family: str, dtype: str) -> None:
     """Decodes share batches of many sizes, prompts come in chunks, and the forward pass takes a sequence at once."""
-    path = str(saved(family))
+    path = str(save_model(family))
     options = {"dtype": dtype, "threads": 1, "num_kv_blocks": 64, "max_model_len": 256, "warmup_seconds": 0.0}
     engine = EngineCore(EngineConfig(model=path, **{**options, "max_num_batched_tokens": 19, "max_num_seqs": 7}))
-    asked = [
+    requests = [
         request(str(i), prompt_of(5 + 9 * i, i), max_tokens=23, logprobs=0, temperature=1.0, seed=i) for i in range(7)
     ]
-    decoded = run(engine, asked)
-    wholes = {each.id: each.prompt_ids + decoded[each.id].ids for each in asked}
+    decoded = run(engine, requests)
+    wholes = {each.id: each.prompt_ids + decoded[each.id].ids for each in requests}
     read = run(engine, [request(f"{id}+", ids, max_tokens=1, prompt_logprobs=0) for id, ids in wholes.items()])
     engine.shut_down()
     forward = Forward(path, dtype=dtype, threads=1, max_model_len=256)
-    for each in asked:
+    for each in requests:
         whole, start = wholes[each.id], len(each.prompt_ids)
         prompt = bits([value.logprob for value in read[f"{each.id}+"].prompt_logprobs or [] if value is not None])
         assert bits([value.logprob for value in decoded[each.id].logprobs]) == prompt[start - 1 :]
@@ -63,15 +63,17 @@ def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_whole_vocabulary_is_that_of_prompt_logprobs(dtype: str) -> None:
-    llm = LLM(str(saved("llama")), dtype=dtype, threads=1, num_kv_blocks=64, skip_tokenizer_init=True)
+def test_full_vocabulary_scores_equal_prompt_logprobs(dtype: str) -> None:
+    llm = LLM(str(save_model("llama")), dtype=dtype, threads=1, num_kv_blocks=64, skip_tokenizer_init=True)
     ids = prompt_of(60)
     params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB)
     (output,) = llm.generate([ids], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
-    told = [[each[token].logprob for token in range(VOCAB)] for each in output.prompt_logprobs[1:] if each is not None]
+    prompt_logprobs = [
+        [each[token].logprob for token in range(VOCAB)] for each in output.prompt_logprobs[1:] if each is not None
+    ]
     first, second = score(llm, [ids, ids[:9]], full_vocabulary=True)
-    assert first.view(torch.int32).tolist() == [bits(row) for row in told]
+    assert first.view(torch.int32).tolist() == [bits(row) for row in prompt_logprobs]
     assert torch.equal(second, first[:8])
     llm.sleep()
     with pytest.raises(EngineError, match="sleeps"):
@@ -79,24 +81,24 @@ def test_the_whole_vocabulary_is_that_of_prompt_logprobs(dtype: str) -> None:
     llm.close()
 
 
-def test_they_are_transformers() -> None:
+def test_scores_equal_float64_transformers() -> None:
     ids = prompt_of(80)
-    model = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(save_model("llama"), dtype=torch.float64)
     with torch.no_grad():
-        theirs = model(torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]
-    ours = score(str(saved("llama")), ids, full_vocabulary=True)
-    assert isinstance(ours, torch.Tensor)
-    assert (ours - theirs).abs().max() < 2e-5
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]
+    actual = score(str(save_model("llama")), ids, full_vocabulary=True)
+    assert isinstance(actual, torch.Tensor)
+    assert (actual - expected).abs().max() < 2e-5
 
 
-def test_given_tensors_and_what_is_refused() -> None:
-    path = saved("llama")
+def test_forward_accepts_tensors_and_rejects_invalid_input() -> None:
+    path = save_model("llama")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    given = Forward(path, tensors=model.state_dict().items(), dtype="float32", threads=1)
+    from_tensors = Forward(path, tensors=model.state_dict().items(), dtype="float32", threads=1)
     ids = prompt_of(30)
-    assert torch.equal(given.logprobs(ids), Forward(path, dtype="float32", threads=1).logprobs(ids))
+    assert torch.equal(from_tensors.logprobs(ids), Forward(path, dtype="float32", threads=1).logprobs(ids))
     for wrong, told in (([5], "1 tokens"), ([5, VOCAB], "outside the vocabulary")):
         with pytest.raises(InvalidRequest, match=told):
-            given.logprobs(wrong)
+            from_tensors.logprobs(wrong)
     with pytest.raises(InvalidRequest, match="pipeline_parallel_size"):
         Forward(path, pipeline_parallel_size=2)

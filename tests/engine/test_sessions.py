@@ -28,16 +28,18 @@ SLOT = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
 def rounds(answers: dict[str, list[int]]) -> list[list[EngineCoreRequest]]:
     """The requests of each turn. `answers`: the tokens of earlier turns, by conversation."""
     chance = random.Random(7)
-    said = {talk: [[chance.randrange(3, 90) for _ in range(40)] for _ in range(TURNS)] for talk in range(TALKS)}
-    found = []
+    user_tokens = {talk: [[chance.randrange(3, 90) for _ in range(40)] for _ in range(TURNS)] for talk in range(TALKS)}
+    rounds_of_requests = []
     for turn in range(TURNS):
         step = []
         for talk in range(TALKS):
-            prompt = [token for past in range(turn + 1) for token in said[talk][past] + answers[f"{talk}"][: 12 * past]]
+            prompt = [
+                token for past in range(turn + 1) for token in user_tokens[talk][past] + answers[f"{talk}"][: 12 * past]
+            ]
             made = request(f"{talk}.{turn}", prompt, max_tokens=12, seed=talk, temperature=0.8)
             step.append(msgspec.structs.replace(made, session=f"s{talk}" if talk % 2 else ""))
-        found.append(step)
-    return found
+        rounds_of_requests.append(step)
+    return rounds_of_requests
 
 
 OPTIONS: list[tuple[str, dict[str, object]]] = [
@@ -51,7 +53,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "options"), OPTIONS, ids=str)
-def test_tokens_are_those_of_an_engine_that_caches_nothing(
+def test_tokens_with_pinned_sessions_equal_uncached_engine(
     tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     path = str(save_tiny_model(tmp_path, family))
@@ -60,26 +62,26 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
         EngineConfig(model=path, num_kv_blocks=26, max_model_len=400, threads=1).model_copy(update=options)
     )
     answers: dict[str, list[int]] = {f"{talk}": [] for talk in range(TALKS)}
-    kept = []
+    pinned_blocks = []
     for turn in range(TURNS):
-        asked = rounds(answers)[turn]
-        wanted = run(alone, asked)
-        found = run(small, asked)
-        assert {name: each.ids for name, each in found.items()} == {name: each.ids for name, each in wanted.items()}
-        for each in asked:
-            answers[each.id.split(".")[0]] += wanted[each.id].ids
-        kept.append(small.engine_stats.kept_blocks)  # 0 if a talk without a session took the blocks
+        requests = rounds(answers)[turn]
+        expected = run(alone, requests)
+        actual = run(small, requests)
+        assert {name: each.ids for name, each in actual.items()} == {name: each.ids for name, each in expected.items()}
+        for each in requests:
+            answers[each.id.split(".")[0]] += expected[each.id].ids
+        pinned_blocks.append(small.engine_stats.kept_blocks)  # 0 if a talk without a session took the blocks
     stats = small.engine_stats
     assert stats.preemptions > 0
     assert stats.session_returns > 0
-    assert 0 < max(kept) <= 13
+    assert 0 < max(pinned_blocks) <= 13
     small.reset_prefix_cache()
     assert small.engine_stats.kept_blocks == 0
     small.shut_down()
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: bool) -> None:
+def test_state_snapshots_are_pinned_with_kv_blocks(tmp_path: Path, kept: bool) -> None:
     """Other prompts fill both pools in the meantime."""
     path, chance = str(save_tiny_model(tmp_path, "qwen3_5")), random.Random(5)
     options = {"model": path, "dtype": "float32", "threads": 1, "max_model_len": 400, "max_num_seqs": 2}
@@ -89,19 +91,19 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
 
     def turn(name: str, prompt: list[int], session: str = "") -> list[int]:
         asked = msgspec.structs.replace(request(name, prompt, max_tokens=10, logprobs=0), session=session)
-        found, wanted = (run(each, [asked])[name] for each in (made, alone))
-        assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)
-        return found.ids
+        actual, expected = (run(each, [asked])[name] for each in (made, alone))
+        assert (actual.ids, actual.logprobs) == (expected.ids, expected.logprobs)
+        return actual.ids
 
     def new(count: int) -> list[int]:
         return [chance.randrange(3, VOCAB) for _ in range(count)]
 
-    said = new(170)
-    said += turn("0", said, "talk" if kept else "")
+    history = new(170)
+    history += turn("0", history, "talk" if kept else "")
     for other in range(12):
         turn(f"other {other}", new(160))
     before = made.engine_stats
-    turn("1", said + new(20), "talk" if kept else "")
+    turn("1", history + new(20), "talk" if kept else "")
     computed = made.engine_stats.prompt_tokens - before.prompt_tokens
     assert computed == (200 - 128 if kept else 200)
     assert (before.kept_blocks > 0) == kept
@@ -110,7 +112,7 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
 
 
 @pytest.mark.parametrize("family", ["mamba2", *slow("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
-def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_path: Path) -> None:
+def test_pinned_session_with_states_loads_from_tiers(family: str, tmp_path: Path) -> None:
     """From host memory after more was pinned than fits; then from disk, in another process."""
     chance = random.Random(6)
     options = {"model": str(save_tiny_model(tmp_path / "model", family)), "dtype": "float32", "threads": 1}
@@ -124,9 +126,9 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_
     def turn(made: EngineCore, prompt: list[int], session: str) -> list[int]:
         """The whole text. Asserts the tokens of an engine that computes it alone."""
         asked = msgspec.structs.replace(request(session, prompt, max_tokens=10, logprobs=0), session=session)
-        found, wanted = (run(each, [asked])[session] for each in (made, alone))
-        assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)
-        return prompt + found.ids
+        actual, expected = (run(each, [asked])[session] for each in (made, alone))
+        assert (actual.ids, actual.logprobs) == (expected.ids, expected.logprobs)
+        return prompt + actual.ids
 
     made = EngineCore(EngineConfig(**options, kv_offload_memory=0.02, **disk(tmp_path)), make_tiers=always)
     first = turn(made, new(170), "first")

@@ -93,31 +93,33 @@ def known(found: dict[str, Answer]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("lookup", [NgramDrafter(2), SuffixDrafter(1)], ids=["ngram", "suffix"])
-def test_repetition_is_guessed(lookup: Drafter) -> None:
+def test_repetition_is_drafted_by_lookup(lookup: Drafter) -> None:
     drafts = Replaceable()
     options = {"max_model_len": 192, "num_kv_blocks": 100, "max_num_batched_tokens": 512}
-    made = EngineCore(EngineConfig(threads=1, **options), make_drafter=lambda *_: drafts)
+    engine = EngineCore(EngineConfig(threads=1, **options), make_drafter=lambda *_: drafts)
     requests = traffic([PHRASES[0] * 6, PHRASES[3] * 6], [{"allowed_token_ids": (40,)}, {"allowed_token_ids": (41,)}])
-    begun, wanted = made.engine_stats, run(made, requests)
-    plain = made.engine_stats.steps - begun.steps
-    drafts.drafter, begun = AdaptiveLengthDrafter(lookup, 5, CHEAP), made.engine_stats
+    begun, expected = engine.engine_stats, run(engine, requests)
+    plain = engine.engine_stats.steps - begun.steps
+    drafts.drafter, begun = AdaptiveLengthDrafter(lookup, 5, CHEAP), engine.engine_stats
     for _ in range(2):
-        assert known(run(made, requests)) == known(wanted)
-    after = made.engine_stats
+        assert known(run(engine, requests)) == known(expected)
+    after = engine.engine_stats
     assert after.steps - begun.steps < 1.5 * plain
     right = sum(after.accepted_drafts) - sum(begun.accepted_drafts)
     assert 10 < right <= after.draft_tokens - begun.draft_tokens
     assert after.drafts > begun.drafts
 
 
-def test_a_configured_engine_guesses() -> None:
-    made = EngineCore(EngineConfig(speculative_config=SpeculativeConfig(method="ngram"), threads=1, num_kv_blocks=100))
-    found = run(made, traffic([PHRASES[0] * 6], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}]))
+def test_ngram_config_makes_engine_draft() -> None:
+    engine = EngineCore(
+        EngineConfig(speculative_config=SpeculativeConfig(method="ngram"), threads=1, num_kv_blocks=100)
+    )
+    found = run(engine, traffic([PHRASES[0] * 6], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}]))
     assert len(found["0"].ids) == 60
-    assert made.engine_stats.drafts > 0
+    assert engine.engine_stats.drafts > 0
 
 
-def test_what_a_grammar_forces_is_guessed_unasked() -> None:
+def test_grammar_forced_tokens_are_drafted_by_default() -> None:
     schema = {
         "type": "object",
         "properties": {"the name of the cat": {"type": "boolean"}},
@@ -128,11 +130,11 @@ def test_what_a_grammar_forces_is_guessed_unasked() -> None:
     steps, found = {}, {}
     for method in (None, "none"):
         speculative = None if method is None else SpeculativeConfig(method=method)
-        made = EngineCore(EngineConfig(threads=1, num_kv_blocks=100, speculative_config=speculative))
+        engine = EngineCore(EngineConfig(threads=1, num_kv_blocks=100, speculative_config=speculative))
         for each in requests:
-            found[method, each.id] = known(run(made, [each]))
-            steps[method, each.id] = made.engine_stats.steps
-        assert (made.engine_stats.draft_tokens > 20) == (method is None)
+            found[method, each.id] = known(run(engine, [each]))
+            steps[method, each.id] = engine.engine_stats.steps
+        assert (engine.engine_stats.draft_tokens > 20) == (method is None)
     assert [found[None, each.id] for each in requests] == [found["none", each.id] for each in requests]
     assert steps[None, "1"] < 0.7 * steps["none", "1"], "those with a grammar"
     assert steps[None, "2"] - steps[None, "1"] == steps["none", "2"] - steps["none", "1"]
@@ -157,7 +159,7 @@ KINDS: list[dict[str, object]] = [
 @pytest.mark.parametrize(
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
 )
-def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], tmp_path: Path) -> None:
+def test_model_drafting_for_itself_has_full_acceptance(shape: dict[str, int], tmp_path: Path) -> None:
     """Also for sampled tokens, because it draws with the same random numbers; with chunked prompts and after
     preemptions.
     """
@@ -171,17 +173,17 @@ def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], t
     ]
     options = {"num_kv_blocks": 200, "max_model_len": 200} | shape
     plain = EngineCore(EngineConfig(model=str(path), threads=1, dtype="float32", **options))
-    wanted = known(run(plain, requests))
-    made = drafted(path, path, **options)
+    expected = known(run(plain, requests))
+    engine = drafted(path, path, **options)
     for _ in range(2):
-        assert known(run(made, requests)) == wanted
-    stats = made.engine_stats
+        assert known(run(engine, requests)) == expected
+    stats = engine.engine_stats
     assert stats.preemptions > 0 or "num_kv_blocks" not in shape
     assert sum(stats.accepted_drafts) == stats.draft_tokens
     assert stats.draft_tokens > 100
 
 
-def test_another_model_changes_no_token(tmp_path: Path) -> None:
+def test_draft_model_does_not_change_tokens(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "served", "qwen3", num_hidden_layers=2)
     other = save_tiny_model(tmp_path / "drafts", "llama", num_hidden_layers=1, max_position_embeddings=64)
     requests = [
@@ -191,13 +193,13 @@ def test_another_model_changes_no_token(tmp_path: Path) -> None:
         for i, kind in enumerate(KINDS)
     ]
     options = {"num_kv_blocks": 100, "max_model_len": 120}
-    wanted = known(run(EngineCore(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
-    made = drafted(path, other, **options)
-    assert known(run(made, requests)) == wanted
-    assert made.engine_stats.draft_tokens > 0
+    expected = known(run(EngineCore(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
+    engine = drafted(path, other, **options)
+    assert known(run(engine, requests)) == expected
+    assert engine.engine_stats.draft_tokens > 0
 
 
-def test_a_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
+def test_unusable_draft_model_is_rejected(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "served", "qwen3", num_hidden_layers=1)
     other = save_tiny_model(tmp_path / "drafts", "llama", num_hidden_layers=1, vocab_size=VOCAB + 1)
     with pytest.raises(ConfigError, match=r"speculative_config\.model: its vocabulary has"):

@@ -90,32 +90,32 @@ def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("ranks", [2, *slow(4)])
 @pytest.mark.parametrize("family", [*SHAPES[:2], *slow(*SHAPES[2:])])
-def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+def test_spmd_tokens_equal_single_process(family: str, ranks: int, tmp_path: Path) -> None:
     """Chunked, after preemptions, with seeds, penalties, and log probabilities of answers and prompts."""
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, ranks, **SMALL)
     assert isinstance(divided.executor, SpmdRunner)
-    found = run(divided, asked())
-    assert_same(found, expected)
+    answers = run(divided, asked())
+    assert_same(answers, expected)
     assert divided.engine_stats.preemptions > 0
-    assert_same_alone(divided, found)
+    assert_same_alone(divided, answers)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-def test_ranks_that_have_whole_experts_say_what_one_process_says(tmp_path: Path) -> None:
+def test_spmd_expert_parallel_tokens_equal_single_process(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gpt_oss")
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, 2, enable_expert_parallel=True, **SMALL)
-    found = run(divided, asked())
-    assert_same(found, expected)
-    assert_same_alone(divided, found)
+    answers = run(divided, asked())
+    assert_same(answers, expected)
+    assert_same_alone(divided, answers)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spmd_grammar_tokens_equal_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batched with requests that have no grammar, with stops, biases, bans and thinking. The other ranks load no
     compiler.
     """
@@ -135,7 +135,7 @@ def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
-def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
+def test_spmd_quantized_weights_equal_single_process(way: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     path = save_tiny_model(tmp_path, "llama", **wide)
     few = {"quantization": way}
@@ -144,7 +144,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-def test_adapters(tmp_path: Path) -> None:
+def test_spmd_lora_tokens_equal_single_process(tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     assert_same(run(engine(path, 2, **lora), requests), run(engine(path, 1, **lora), requests))
@@ -153,22 +153,22 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
-def test_guessed_tokens(method: str, tmp_path: Path) -> None:
+def test_spmd_drafts_do_not_change_tokens(method: str, tmp_path: Path) -> None:
     """A draft model is whole on the first rank; the other ranks have none."""
     path, settings = save_tiny_model(tmp_path / "model", "llama"), {"num_kv_blocks": 96, "max_model_len": 128}
-    told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    speculative_config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
-        told["model"] = str(path)
+        speculative_config["model"] = str(path)
     lookup = NgramDrafter(2) if method == "ngram" else SuffixDrafter(1)
     make = always if method == "draft_model" else lambda *_: AdaptiveLengthDrafter(lookup, 3, CHEAP)
-    guessing = engine(path, 2, make, speculative_config=told, **settings)
+    guessing = engine(path, 2, make, speculative_config=speculative_config, **settings)
     assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()))
     assert guessing.engine_stats.drafts > 0
 
 
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("kind", ["mean", "last"])
-def test_vectors(kind: str, tmp_path: Path) -> None:
+def test_spmd_vectors_equal_single_process(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
 
     def vectors(ranks: int) -> dict[str, np.ndarray]:
@@ -193,20 +193,20 @@ DIVIDED = ["llama", "gemma2", "gpt_oss", "bloom", "deepseek_v2-lite"]
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("ranks", [2, *slow(4)])
 @pytest.mark.parametrize("family", [*DIVIDED[:2], *slow(*DIVIDED[2:])])
-def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+def test_spmd_context_parallel_tokens_equal_single_process(family: str, ranks: int, tmp_path: Path) -> None:
     """Alone and together, chunked, after preemptions, with cached prefixes."""
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     pages = {"num_kv_blocks": {2: 7, 4: 3}[ranks]}
     divided = engine(path, ranks, **SMALL | {"decode_context_parallel_size": ranks} | pages)
     assert divided.info.block_size == 16 * ranks
-    found = run(divided, asked())
-    assert_same(found, expected)
+    answers = run(divided, asked())
+    assert_same(answers, expected)
     assert divided.engine_stats.preemptions > 0
-    assert_same_alone(divided, found)
+    assert_same_alone(divided, answers)
 
 
-class Dense(ReferenceBackend):
+class DenseReferenceBackend(ReferenceBackend):
     """The reference with decodes that a graph can hold."""
 
     def attend_context_shard(
@@ -285,7 +285,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash")
 @pytest.mark.parametrize(("ranks", "ordered"), [*slow((2, False), (4, True)), (2, True)])
-def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spmd_decode_graphs_equal_eager_steps(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks capture the same graphs in the same order, some at the start and some when a step needs them. Replays
     equal eager steps bit for bit.
     """
@@ -325,9 +325,9 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators")
-def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallel_decode_graphs_equal_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
-    monkeypatch.setitem(backend_selection._BACKEND_FACTORIES, "reference", Dense)
+    monkeypatch.setitem(backend_selection._BACKEND_FACTORIES, "reference", DenseReferenceBackend)
     settings: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 1024}
     settings |= {"max_num_batched_tokens": 256, "warmup_seconds": 0.0, "decode_context_parallel_size": 2}
     requests = traffic()[:6]
@@ -349,9 +349,7 @@ def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_with_least_memory_limits_kv_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(decoder_startup, "available_kv_bytes", lambda *_: 2**30)
     monkeypatch.setattr(follower_rank, "available_kv_bytes", lambda *_: 2**20)
@@ -368,7 +366,7 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) -> None:
+def test_step_raises_engine_error_after_rank_ended(tmp_path: Path) -> None:
     """A GPU that stops waiting for the rank continues with what it has, and its output looks like any result."""
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
     assert isinstance(made.executor, SpmdRunner)
@@ -382,7 +380,7 @@ def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) 
         raise RuntimeError("NCCL communicator was aborted on rank 0")
 
 
-class Apart(DistributedCollective):
+class UnreachableCollective(DistributedCollective):
     """Ranks whose GPUs cannot reach each other."""
 
     def __init__(self, said: str) -> None:
@@ -416,13 +414,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda")
 
 
-def test_gpus_that_do_not_reach_each_other_end_the_start(cuda: torch.device) -> None:
-    said = "NCCL error in: ProcessGroupNCCL.cpp:9, unhandled system error\nLast error:\nError while creating shm"
+def test_unreachable_gpus_raise_config_error(cuda: torch.device) -> None:
+    error_text = "NCCL error in: ProcessGroupNCCL.cpp:9, unhandled system error\nLast error:\nError while creating shm"
     with pytest.raises(ConfigError, match=r"reach each other: NCCL error in: .*unhandled system error; .*--shm-size"):
-        check_connection(Apart(said), cuda)
+        check_connection(UnreachableCollective(error_text), cuda)
 
 
-class Wrong(DistributedCollective):
+class WrongCollective(DistributedCollective):
     """Ranks of which one reads what another has not written."""
 
     def __init__(self, place: int | None) -> None:
@@ -435,21 +433,21 @@ class Wrong(DistributedCollective):
         return x
 
 
-def test_sums_that_come_wrong_end_the_start(cuda: torch.device) -> None:
-    check_connection(Wrong(None), cuda)
+def test_wrong_all_reduce_result_raises_config_error(cuda: torch.device) -> None:
+    check_connection(WrongCollective(None), cuda)
     with pytest.raises(ConfigError, match=r"reach each other: an all-reduce gave a wrong result; NCCL_P2P_DISABLE=1"):
-        check_connection(Wrong(999_999), cuda)
+        check_connection(WrongCollective(999_999), cuda)
     with pytest.raises(ConfigError, match=r"reach each other: an all-reduce gave a wrong result$"):
-        check_connection(Wrong(999_999), torch.device("cpu"))
+        check_connection(WrongCollective(999_999), torch.device("cpu"))
 
 
-def test_sums_that_do_not_come_end_the_start(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_timeout_raises_config_error(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "done", False)
     with pytest.raises(ConfigError, match=r"an all-reduce did not finish in 0\.05 s; NCCL_P2P_DISABLE=1"):
-        check_connection(Wrong(None), cuda, seconds=0.05)
+        check_connection(WrongCollective(None), cuda, seconds=0.05)
 
 
-def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> None:
+def test_failed_rank_waits_until_error_is_read(tmp_path: Path) -> None:
     """Its exit alone would end the engine, which may still be loading its own part."""
     config = EngineConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2)
     orders, tell = os.pipe()
@@ -478,7 +476,7 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
+def test_ranks_end_when_engine_is_freed(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
     assert isinstance(made.executor, SpmdRunner)
     running = [process._thread for process in made.executor._ranks._processes]
@@ -488,7 +486,7 @@ def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     assert not any(each.is_alive() for each in running)
 
 
-class Stuck:
+class StuckProcess:
     """A process that waits in NCCL for another one, and so never sees the end of its pipe."""
 
     returncode: int | None = None
@@ -500,36 +498,36 @@ class Stuck:
         self.returncode = -signal.SIGKILL
 
 
-def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_ranks_share_one_stop_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
-    stuck = [Stuck() for _ in range(7)]
+    stuck = [StuckProcess() for _ in range(7)]
     end_processes(stuck, STOP_SECONDS, sleep)
     assert all(each.returncode == -signal.SIGKILL for each in stuck)
     assert now[0] - 100 == pytest.approx(STOP_SECONDS, abs=0.1)
 
 
-def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_heads_are_rejected_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_startup, "missing_gpus_reason", lambda *_: None)
-    asked: Any = {"method": "eagle", "model": "x"}
-    config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), speculative_config=asked, **BASE)
+    speculative_config: Any = {"method": "eagle", "model": "x"}
+    config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), speculative_config=speculative_config, **BASE)
     chosen = replace(choose_device_plan(config, read_model_config(tmp_path)), device=torch.device("cuda"))
     with pytest.raises(ConfigError, match="speculative_config: 'eagle' does not go with"):
         rank_startup.check_tensor_parallel(config, chosen, weights_are_tensors=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sums_in_one_kernel_are_those_of_several_gpus(ranks: int) -> None:
+def test_one_shot_sums_requires_several_gpus(ranks: int) -> None:
     with pytest.raises(ConfigError, match="one_shot_sums: several GPUs"):
         engine(DEMO_MODEL, ranks, one_shot_sums=True)
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_all_reduce_ends_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has been computed from invalid numbers."""
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
 
@@ -543,7 +541,7 @@ def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: py
         run(made, [request("0", [5, 6, 7])])
 
 
-def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_or_nccl_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "2 ranks need 2 GPUs, and 1 can be seen here" in str(rank_startup.missing_gpus_reason(2, cuda))
@@ -555,19 +553,19 @@ def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.Monkey
     assert rank_startup.missing_gpus_reason(2, cuda) is None
 
 
-def test_each_rank_sees_its_own_gpu() -> None:
+def test_visible_gpus_are_rotated_per_rank() -> None:
     assert [visible_gpus_for_rank(rank, None, 4) for rank in (0, 3)] == ["0,1,2,3", "3,0,1,2"]
     assert visible_gpus_for_rank(1, "4, 6", 2) == "6,4"
     assert visible_gpus_for_rank(1, "GPU-aa,GPU-bb", 2) == "GPU-bb,GPU-aa"
 
 
-def test_sums_have_an_order_where_tokens_must_not_depend_on_the_batch() -> None:
+def test_deterministic_engine_needs_ordered_sums() -> None:
     cuda = torch.device("cuda")
     assert needs_ordered_sums(EngineConfig(deterministic=True), cuda)
     assert not needs_ordered_sums(EngineConfig(), cuda)
 
 
-def test_other_ranks_are_told_what_they_compute_alone() -> None:
+def test_scheduler_output_for_followers_omits_sampling_params() -> None:
     params = SamplingParams(grammar=Grammar("regex", "a"), logprobs=2, prompt_logprobs=1, logit_bias={1: 2.0})
     vector = NewRequestData(1, [5], 1, PoolingParams(), 0)
     rows = [ScheduledRequest("a", 0, 0, 3, [4], should_sample=True)]
@@ -583,7 +581,7 @@ def test_other_ranks_are_told_what_they_compute_alone() -> None:
     ]
 
 
-class Gathered:
+class RecordedCollective:
     """A rank's collective with known contributions of the other ranks."""
 
     def __init__(self, sent: list[Tensor]) -> None:
@@ -598,7 +596,7 @@ class Gathered:
 
 
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 10), (3, 32_001), (4, 7)])
-def test_the_largest_of_all_ranks_is_the_first_of_the_whole(ranks: int, vocab: int) -> None:
+def test_gather_argmax_equals_argmax_of_whole_vocabulary(ranks: int, vocab: int) -> None:
     """With ties within a rank and between ranks, and rows of nothing but -inf."""
     logits = torch.randint(0, 3, (40, vocab), generator=torch.Generator().manual_seed(ranks)).float()
     logits[3], logits[4, : vocab // 2] = -torch.inf, -torch.inf
@@ -608,7 +606,7 @@ def test_the_largest_of_all_ranks_is_the_first_of_the_whole(ranks: int, vocab: i
         torch.stack((part.amax(1), (part.argmax(1) + shard.rank_span(vocab).start).float()), 1)
         for part, shard in zip(parts, shards, strict=True)
     ]
-    first = replace(shards[0], group=Gathered(sent))
+    first = replace(shards[0], group=RecordedCollective(sent))
     assert torch.equal(first.gather_argmax(parts[0].amax(1), parts[0].argmax(1), vocab), logits.argmax(1))
 
 
@@ -619,7 +617,7 @@ def all_greedy(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-def test_greedy_picks_gather_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_sampling_gathers_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row and rank sends two numbers. Tokens equal those of one process, also next to sampled rows."""
     widths, gather = list[int](), DistributedCollective.gather_columns
 
@@ -647,7 +645,7 @@ REAL: dict[str, Any] = {"attention_backend": "triton", "deterministic": True, "m
 
 
 @pytest.mark.parametrize("eager", [pytest.param(eager, marks=TWO_GPUS) for eager in (True, False)])
-def test_two_gpus_say_what_one_says(eager: bool) -> None:
+def test_two_gpus_tokens_equal_one_gpu(eager: bool) -> None:
     """Real processes with NCCL in the decode graphs; then the end of a rank ends the engine."""
     settings = REAL | {"enforce_eager": eager, "num_kv_blocks": 64, "max_num_seqs": 8}
     requests = [
@@ -656,12 +654,12 @@ def test_two_gpus_say_what_one_says(eager: bool) -> None:
     expected = run(engine(DEMO_MODEL, 1, **settings), requests)
     free_engine_memory()
     divided = engine(DEMO_MODEL, 2, **settings)
-    found = run(divided, requests)
-    assert_same(found, expected, 1e-4)
+    answers = run(divided, requests)
+    assert_same(answers, expected, 1e-4)
     for each in requests:
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (answers[each.id].ids, answers[each.id].logprobs)
     assert isinstance(divided.executor, SpmdRunner)
     (pid,) = divided.executor._ranks.pids
     divided.add_request(requests[0])

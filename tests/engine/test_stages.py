@@ -62,27 +62,27 @@ def engine(path: Path | str, stages: int, make_drafter: Any = None, **settings: 
     return EngineCore(config, make_drafter=make_drafter)
 
 
-def said(answers: dict[str, Answer]) -> dict[str, object]:
+def comparable_answers(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs, each.prompt_logprobs, each.finish_reason) for name, each in answers.items()}
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("family", SHAPES)
-def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: Path) -> None:
+def test_pipeline_parallel_tokens_equal_single_process(family: str, stages: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
-    expected = said(run(engine(path, 1, **SMALL), asked()))
+    expected = comparable_answers(run(engine(path, 1, **SMALL), asked()))
     divided = engine(path, stages, **SMALL)
-    assert said(run(divided, asked())) == expected
+    assert comparable_answers(run(divided, asked())) == expected
     assert divided.engine_stats.preemptions > 0
     for each in asked():  # alone, after a reset of the prefix cache
         divided.reset_prefix_cache()
-        assert said(run(divided, [each])) == {each.id: expected[each.id]}
+        assert comparable_answers(run(divided, [each])) == {each.id: expected[each.id]}
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
-def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
+def test_pipeline_parallel_quantized_weights_equal_single_process(way: str, tmp_path: Path) -> None:
     wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
     path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
     if way in QUANTIZED:
@@ -93,37 +93,37 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
     else:
         settings = {"quantization": way}
     one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
-    assert said(run(divided, asked())) == said(run(one, asked()))
+    assert comparable_answers(run(divided, asked())) == comparable_answers(run(one, asked()))
     assert (divided.info.weight_bytes, divided.info.quantization) == (one.info.weight_bytes, one.info.quantization)
 
 
-def test_stages_keep_pages_in_the_type_that_was_chosen(tmp_path: Path) -> None:
+def test_stages_use_chosen_kv_cache_dtype(tmp_path: Path) -> None:
     """By default a quantized GGUF file is computed in float32 with bfloat16 keys and values."""
     path = write_gguf(save_tiny_model(tmp_path / "m", "llama", **WIDE), tmp_path / "m.gguf", lambda _: "Q8_0")
     settings: dict[str, Any] = {"dtype": "auto", "attention_backend": "auto", "num_kv_blocks": 64, "max_model_len": 256}
     one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
-    assert said(run(divided, asked())) == said(run(one, asked()))
+    assert comparable_answers(run(divided, asked())) == comparable_answers(run(one, asked()))
     assert (divided.info.dtype, divided.info.kv_cache_dtype) == ("float32", "bfloat16")
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
-def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
+def test_pipeline_parallel_grammars_equal_single_process(dtype: str, kv: str) -> None:
     params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "logprobs": 1, "ignore_eos": False}
     texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
     requests = [request(str(i), ids, seed=i, **params) for i, ids in enumerate(texts)]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     requests += [request(f"json {i}", texts[0], seed=i, **params, grammar=json_grammar(schema)) for i in range(3)]
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv, "max_model_len": 256, "num_kv_blocks": 64}
-    one, divided = engine(DEMO_MODEL, 1, **settings), engine(DEMO_MODEL, 2, forced, **settings)
-    assert said(run(divided, requests)) == said(run(one, requests))
+    one, divided = engine(DEMO_MODEL, 1, **settings), engine(DEMO_MODEL, 2, make_grammar_drafter, **settings)
+    assert comparable_answers(run(divided, requests)) == comparable_answers(run(one, requests))
     assert divided.info.kv_bytes == one.info.kv_bytes
     assert divided.info.weight_bytes == one.info.weight_bytes + read_head_bytes(DEMO_MODEL, dtype)
     assert divided.engine_stats.drafts > 0, "what grammars force is not guessed"
 
 
-def forced(worker: StartedWorker, _: EngineConfig) -> Drafter | None:
+def make_grammar_drafter(worker: StartedWorker, _: EngineConfig) -> Drafter | None:
     """Drafts the tokens that grammars force, whatever the cost."""
     costs = [(1, 1.0), (64, 1.001)]
     return choose_drafter(SpeculativeConfig(method="grammar"), costs, None, worker.get_grammar_compiler)
@@ -136,7 +136,9 @@ def read_head_bytes(path: str, dtype: str) -> int:
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_parallel_sliding_windows_equal_single_process(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each stage has layers of only some KV cache groups."""
     plain = device_plan.decoder_spec
     monkeypatch.setattr(
@@ -152,37 +154,37 @@ def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     requests = [request(str(length), ids[:length], max_tokens=30, logprobs=0) for length in (1, 20, 130, 240)]
     one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
     assert one.info.page_groups == divided.info.page_groups == 4
-    assert said(run(divided, requests)) == said(run(one, requests))
+    assert comparable_answers(run(divided, requests)) == comparable_answers(run(one, requests))
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_pipeline_parallel_lora_equals_single_process(tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, **SMALL}
-    expected = said(run(engine(path, 1, **lora), requests))
+    expected = comparable_answers(run(engine(path, 1, **lora), requests))
     for stages in (2, 3):
-        assert said(run(engine(path, stages, **lora), requests)) == expected
+        assert comparable_answers(run(engine(path, stages, **lora), requests)) == expected
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_guessed_tokens(method: str, tmp_path: Path) -> None:
+def test_pipeline_parallel_drafts_do_not_change_tokens(method: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
     settings: dict[str, Any] = {"num_kv_blocks": 96, "max_model_len": 128}
     repeating = [request(f"again {i}", [5, 6, 7, 8] * (4 + i), max_tokens=40, logprobs=0) for i in range(4)]
-    expected = said(run(engine(path, 1, **settings), asked() + repeating))
+    expected = comparable_answers(run(engine(path, 1, **settings), asked() + repeating))
     guessing = engine(path, 2, **settings, speculative_config=method)
-    assert said(run(guessing, asked() + repeating)) == expected
+    assert comparable_answers(run(guessing, asked() + repeating)) == expected
 
 
 @pytest.mark.parametrize("kind", ["mean", "last"])
-def test_vectors(kind: str, tmp_path: Path) -> None:
+def test_pipeline_parallel_vectors_equal_single_process(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "qwen3")
-    wanted = [
+    requests = [
         EngineCoreRequest(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())
     ]
 
     def vectors(stages: int) -> dict[str, list[float]]:
         made, found = engine(path, stages, runner="pooling", pooling_type=kind), {}
-        for each in wanted:
+        for each in requests:
             made.add_request(each)
         while made.has_work:
             outputs = [each for each in made.step() if each.vector is not None]
@@ -192,7 +194,7 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     assert vectors(2) == vectors(1)
 
 
-def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> LastStageRunner:
+def watch_launches(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> LastStageRunner:
     """Before every launch, call `each` with the batch and those in flight."""
     runner = made.executor
     assert isinstance(runner, LastStageRunner)
@@ -206,7 +208,7 @@ def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerO
     return runner
 
 
-def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
+def test_prompt_chunks_overlap_in_stages_but_decodes_do_not() -> None:
     """Two steps are in flight. Only chunks of one prompt may be in both; another sequence is in one."""
     made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=64, max_num_batched_tokens=32)
     together, widths = set(), []
@@ -220,15 +222,15 @@ def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
                 together.add(row.request_id)
         widths.extend([len(names)] * len(before))
 
-    under_way(made, look)
+    watch_launches(made, look)
     requests = [request(str(i), [435 + i] * (90 if i == 0 else 3), max_tokens=12, logprobs=0) for i in range(8)]
-    found = said(run(made, requests))
+    found = comparable_answers(run(made, requests))
     assert together == {"0"}
     assert widths.count(4) > 8, "all sequences are in one step"
-    assert found == said(run(engine(DEMO_MODEL, 1, max_model_len=256, num_kv_blocks=64), requests))
+    assert found == comparable_answers(run(engine(DEMO_MODEL, 1, max_model_len=256, num_kv_blocks=64), requests))
 
 
-def test_who_gets_a_slot_changes_no_token_under_way() -> None:
+def test_slot_reuse_does_not_change_in_flight_tokens() -> None:
     """A sequence is preempted while its token is in flight. Its slot goes to a more urgent one before that token is
     sampled, with penalties that read the tokens before it.
     """
@@ -236,7 +238,7 @@ def test_who_gets_a_slot_changes_no_token_under_way() -> None:
     long = [request(f"long {i}", [300 + i] * 30, seed=i, max_tokens=60, **kinds) for i in range(4)]
     urgent = [request(f"urgent {i}", [400 + i] * 3, seed=i, max_tokens=4, **kinds) for i in range(4)]
     one = engine(DEMO_MODEL, 1, max_model_len=256, num_kv_blocks=256)
-    expected = {each.id: said(run(one, [each]))[each.id] for each in long + urgent}
+    expected = {each.id: comparable_answers(run(one, [each]))[each.id] for each in long + urgent}
     made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=16, max_num_seqs=4)
     changed = 0
 
@@ -245,7 +247,7 @@ def test_who_gets_a_slot_changes_no_token_under_way() -> None:
         taken = {admission.slot for admission in batch.new_requests}
         changed += any(row.slot in taken for each in before for row in each.scheduled_requests)
 
-    under_way(made, look)
+    watch_launches(made, look)
     found = {each.id: Answer() for each in long + urgent}
     for each in long:
         made.add_request(replace_struct(each, priority=5))
@@ -259,11 +261,11 @@ def test_who_gets_a_slot_changes_no_token_under_way() -> None:
         if steps == 10:
             for each in urgent:
                 made.add_request(each)
-    assert said(found) == expected
+    assert comparable_answers(found) == expected
     assert changed > 0
 
 
-def test_each_stage_holds_its_part(tmp_path: Path) -> None:
+def test_each_stage_loads_only_local_layers(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=3001, num_hidden_layers=7)
     config = EngineConfig(model=str(path), **BASE)
     model = read_model_config(path)
@@ -287,7 +289,7 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_each_stage_has_layers_of_every_group(stages: int) -> None:
+def test_stage_kv_cache_groups_keep_windows_and_unique_places(stages: int) -> None:
     """Gemma has five layers with a window to one without. A stage's blocks shrink with its number of layers, except for
     remainders.
     """
@@ -303,12 +305,12 @@ def test_each_stage_has_layers_of_every_group(stages: int) -> None:
     assert max(each.layers_per_block for each in made) <= -(-groups.layers_per_block // stages) + 1
 
 
-def test_what_a_stage_holds_of_groups_that_it_has_no_layer_of() -> None:
+def test_stage_without_layers_of_group_keeps_group_windows() -> None:
     groups = KVCacheGroups((16, None), (0, 0, 1, 1), (0, 1, 0, 1))
     assert stage_kv_cache_groups(groups, range(2, 4)) == KVCacheGroups((16, None), (1, 1), (0, 1))
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_pipeline_parallel_rejects_unsupported_settings(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
     head: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(path)}
     for settings, wrong in [
@@ -316,9 +318,9 @@ def test_refusals(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, r"ranks that divide every layer \(tensor_parallel_size\) cannot be stages too"),
         ({"speculative_config": head}, "speculative_config: 'draft_model' needs all layers in one process"),
     ]:
-        with pytest.raises(ConfigError, match=f"pipeline_parallel_size: {wrong}") as found:
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size: {wrong}") as raised:
             engine(path, **{"stages": settings.pop("pipeline_parallel_size", 2)}, **settings)
-        assert found.value.param == "pipeline_parallel_size"
+        assert raised.value.param == "pipeline_parallel_size"
     with pytest.raises(ConfigError, match="pipeline_parallel_size: weights given as tensors"):
         EngineCore(EngineConfig(model=str(path), pipeline_parallel_size=2, **BASE), tensors=iter([]))
     with pytest.raises(ConfigError, match=r"kv_offload_memory: blocks of several ranks \(pipeline_parallel_size\)"):
@@ -328,7 +330,7 @@ def test_refusals(tmp_path: Path) -> None:
         engine(encoder, 2)
 
 
-def test_a_weight_that_no_stage_has_ends_the_start(tmp_path: Path) -> None:
+def test_weight_unused_by_all_stages_raises_config_error(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", num_hidden_layers=3)
     config = (path / "config.json").read_text()
     (path / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
@@ -336,14 +338,14 @@ def test_a_weight_that_no_stage_has_ends_the_start(tmp_path: Path) -> None:
         engine(path, 2)
 
 
-def test_other_weights_are_checked_for_all_stages(tmp_path: Path) -> None:
+def test_replacement_weights_are_checked_on_all_stages(tmp_path: Path) -> None:
     path, other = (save_tiny_model(tmp_path / name, "llama") for name in ("one", "other"))
     rewrite(other, lambda weights: {name: tensor * 0.9 for name, tensor in weights.items()})
     made = engine(path, 2)
     made.check_replacement_weights(EngineConfig(model=str(path), weights=str(other)))
-    expected = said(run(engine(path, 1, weights=str(other)), asked()))
-    assert expected != said(run(made, asked()))
-    assert expected == said(run(engine(path, 2, weights=str(other)), asked()))
+    expected = comparable_answers(run(engine(path, 1, weights=str(other)), asked()))
+    assert expected != comparable_answers(run(made, asked()))
+    assert expected == comparable_answers(run(engine(path, 2, weights=str(other)), asked()))
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight"):
         lacking = save_tiny_model(tmp_path / name, "llama")
         rewrite(lacking, lambda weights, name=name: {each: weights[each] for each in weights if each != name})
@@ -355,7 +357,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, to
     save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors")
 
 
-def test_what_other_stages_do_is_progress() -> None:
+def test_steps_of_other_stages_count_as_progress() -> None:
     """The engine waits for other stages, and its heartbeat must show that they make progress."""
     called = set()
 
@@ -368,7 +370,7 @@ def test_what_other_stages_do_is_progress() -> None:
     assert called == {threading.current_thread().name, "progress"}
 
 
-def test_stages_end_with_their_engine(tmp_path: Path) -> None:
+def test_stages_end_when_engine_is_freed(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 3)
     assert isinstance(made.executor, LastStageRunner)
     running = [process._thread for process in made.executor._stages._processes]

@@ -111,7 +111,7 @@ def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> li
     dtype=st.sampled_from(["float32", "bfloat16"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
 )
-def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
+def test_recurrent_logprobs_do_not_depend_on_batch_cache_or_drafts(
     folder: Path,
     traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]],
     shape: int,
@@ -120,14 +120,14 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     guesses: int | None,
 ) -> None:
     requests, (alone, _) = asked(traffic), engine(folder, family, dtype, None)
-    wanted: dict[str, object] = {}
+    expected: dict[str, object] = {}
     for each in requests:
-        wanted |= known(run(alone, [each]))
+        expected |= known(run(alone, [each]))
     made, drafts = engine(folder, family, dtype, shape)
     before, garbage = made.engine_stats, Garbage(random.Random(guesses))
     drafts.drafter = NullDrafter() if guesses is None else AdaptiveLengthDrafter(garbage, 8, CHEAP)
     for _ in range(2):
-        assert known(run(made, requests)) == wanted
+        assert known(run(made, requests)) == expected
     event(
         f"drafts {made.engine_stats.draft_tokens > before.draft_tokens}, "
         f"hits {made.engine_stats.prefix_hits > before.prefix_hits}"
@@ -147,7 +147,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
         *slow(("jamba", 48), ("zamba2", 48), ("lfm3", 16)),
     ],
 )
-def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
+def test_conversation_turn_computes_only_new_tokens(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With n-gram drafts, against an engine without prefix caching."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
     lookup = {"method": "ngram", "num_speculative_tokens": 8}
@@ -155,9 +155,9 @@ def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int
     fresh = EngineCore(EngineConfig(model=path, enable_prefix_caching=False, **options))
     rng, history = random.Random(3), [random.Random(4).randrange(3, VOCAB) for _ in range(45)]
     for turn in range(6):
-        said = [rng.randrange(3, VOCAB) for _ in range(11)]
+        user_tokens = [rng.randrange(3, VOCAB) for _ in range(11)]
         before, known_before = made.engine_stats.prompt_tokens, len(history) if turn else 0
-        each = request(str(turn), history + said, max_tokens=24, logprobs=1, frequency_penalty=0.2)
+        each = request(str(turn), history + user_tokens, max_tokens=24, logprobs=1, frequency_penalty=0.2)
         (answer,) = run(made, [each]).values()
         assert (answer.ids, answer.logprobs) == (lambda one: (one.ids, one.logprobs))(run(fresh, [each])[each.id])
         computed, new = made.engine_stats.prompt_tokens - before, len(each.prompt_ids) - known_before
@@ -167,23 +167,23 @@ def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int
     assert fresh.engine_stats.prompt_tokens > (3 if distance == 16 else 2) * made.engine_stats.prompt_tokens
 
 
-def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None:
+def test_repeated_prompt_resumes_at_last_full_block(folder: Path) -> None:
     """Also without a regular snapshot nearby. After a reset nothing is found."""
     made = EngineCore(EngineConfig(model=str(model(folder, "qwen3_5")), **SMALL, dtype="float32"))
     prompt = [random.Random(9).randrange(3, VOCAB) for _ in range(150)]
     each = request("0", prompt, max_tokens=5, logprobs=0)
-    wanted = known(run(made, [each]))
+    expected = known(run(made, [each]))
     for _ in range(2):
         before = made.engine_stats.prompt_tokens
-        assert known(run(made, [each])) == wanted
+        assert known(run(made, [each])) == expected
         assert made.engine_stats.prompt_tokens - before == 150 - 144
     made.reset_prefix_cache()
-    assert known(run(made, [each])) == wanted
+    assert known(run(made, [each])) == expected
     assert made.engine_stats.prompt_tokens - before == 6 + 150
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
+def test_state_memory_is_shared_by_slots_and_snapshots(cached: bool, folder: Path) -> None:
     slot = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
     config = EngineConfig(
         model=str(model(folder, "qwen3_5")),
@@ -210,7 +210,7 @@ def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
         {"speculative_config": {"method": "draft_model", "model": "", "num_speculative_tokens": 3}},
     ],
 )
-def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, Any], folder: Path) -> None:
+def test_large_states_reject_unsupported_settings(asked: dict[str, Any], folder: Path) -> None:
     path = str(model(folder, "qwen3_5"))
     if "speculative_config" in asked:
         asked["speculative_config"]["model"] = path
@@ -230,47 +230,47 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         *slow(("jamba", "int8"), ("zamba2", "auto"), ("lfm3", "auto"), ("lfm3", "int8")),
     ],
 )
-def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_path: Path) -> None:
+def test_state_snapshots_load_from_tiers_with_kv_blocks(family: str, kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     plain = EngineCore(EngineConfig(**options))
-    wanted = converse(plain)
+    expected = converse(plain)
     made = EngineCore(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=of_tiers)
-    assert converse(made) == wanted
+    assert converse(made) == expected
     assert made.engine_stats.prompt_tokens < plain.engine_stats.prompt_tokens * 0.75
     assert made.engine_stats.tiers[0].fetched_pages > 0
     made.shut_down()
     again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=of_tiers)
-    assert converse(again) == wanted
+    assert converse(again) == expected
     assert again.engine_stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.shut_down()
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
-def test_states_come_back_however_late_their_copies_are(family: str, folder: Path) -> None:
+def test_state_snapshots_load_with_late_copies_and_preemption(family: str, folder: Path) -> None:
     """Threads copy the blocks, and sequences are preempted meanwhile."""
     options = {"model": str(model(folder, family)), "max_model_len": 192, "snapshot_tokens": 16, "state_memory": 5e-4}
-    wanted = converse(EngineCore(EngineConfig(**options, num_kv_blocks=90)))
+    expected = converse(EngineCore(EngineConfig(**options, num_kv_blocks=90)))
     made = EngineCore(EngineConfig(**options, num_kv_blocks=14, **HOST))
     for _ in range(2):
-        assert converse(made) == wanted
+        assert converse(made) == expected
     made.shut_down()
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
-def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> None:
+def test_kv_blocks_without_state_snapshot_are_no_hit(what: str, tmp_path: Path) -> None:
     """On disk a snapshot's file is larger than a block's."""
     path = save_tiny_model(tmp_path / "model", "qwen3_5")
     options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
     each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
     first = EngineCore(EngineConfig(**options), make_tiers=always_late)
-    wanted = known(run(first, [each]))
+    expected = known(run(first, [each]))
     first.shut_down()
 
     def again() -> int:
         made = EngineCore(EngineConfig(**options), make_tiers=always_late)
-        assert known(run(made, [each])) == wanted
+        assert known(run(made, [each])) == expected
         made.shut_down()
         return made.engine_stats.prompt_tokens
 
@@ -292,7 +292,7 @@ def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> None:
+def test_plan_counts_conv_states_and_kv_blocks(dtype: str, method: str, folder: Path) -> None:
     speculative = {"method": method, "num_speculative_tokens": 4}
     config = EngineConfig(
         model=str(model(folder, "lfm2")),
@@ -318,7 +318,7 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba", "zamba2"])
-def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> None:
+def test_plan_counts_state_space_states(family: str, folder: Path) -> None:
     config = EngineConfig(
         model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
     )
@@ -338,7 +338,7 @@ def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> No
         ("mtp", {"tensor_parallel_size": 2, "speculative_config": "mtp"}),
     ],
 )
-def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_counts_kv_blocks_of_unlike_layers(family: str, asked: dict[str, Any], tmp_path: Path) -> None:
     """Layers that read other layers' KV, have heads of two sizes, or are an MTP layer, which is whole on every rank."""
     path = save_tiny_mtp(tmp_path / "m", "deepseek_v3") if family == "mtp" else save_tiny_model(tmp_path, family)
     options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
@@ -351,7 +351,9 @@ def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, An
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
-def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: dict[str, int], folder: Path) -> None:
+def test_stages_have_block_count_and_state_bytes_of_single_process(
+    family: str, parts: dict[str, int], folder: Path
+) -> None:
     """The layers are unlike: convolution, attention, convolution."""
     options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
     whole, divided = (
@@ -366,30 +368,30 @@ def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: di
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("mamba2", "jamba", "qwen3-next", "lfm2")])
-def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
+def test_every_rank_restores_local_part_of_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
     options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
     made = EngineCore(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
-    asked = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
-    wanted = known(run(made, asked))
+    requests = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
+    expected = known(run(made, requests))
     assert made.engine_stats.prefix_hits == 0
-    assert known(run(made, asked)) == wanted
+    assert known(run(made, requests)) == expected
     assert made.engine_stats.prefix_hits >= 2 * 32
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
 @pytest.mark.parametrize("served", ["lfm2", "llama"])
-def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
+def test_recurrent_draft_model_does_not_change_tokens(served: str, shape: dict[str, int], folder: Path) -> None:
     """For itself it drafts right, however it has caught up; for another model it changes nothing."""
     path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
     plain = EngineCore(EngineConfig(model=path, **options))
     draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
     made = EngineCore(EngineConfig(model=path, speculative_config=draft, **options), make_drafter=always)
     prompts = [[3 + (at * at + each) % 300 for at in range(each)] for each in (5, 16, 31, 48, 64)]
-    asked = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
-    wanted = known(run(plain, asked))
+    requests = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
+    expected = known(run(plain, requests))
     for _ in range(2):
-        assert known(run(made, asked)) == wanted
+        assert known(run(made, requests)) == expected
     right, drafts = sum(made.engine_stats.accepted_drafts), made.engine_stats.draft_tokens
     assert drafts > 50
     if served == "lfm2":
@@ -397,7 +399,7 @@ def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: 
     assert (made.engine_stats.preemptions > 0) == ("num_kv_blocks" in shape)
 
 
-def written(tensors: list[torch.Tensor]) -> set[int]:
+def written_indices(tensors: list[torch.Tensor]) -> set[int]:
     """Indices along the first axis with nonzero content."""
     return {at for each in tensors for at in range(len(each)) if each[at].float().abs().sum() > 0}
 
@@ -412,31 +414,31 @@ def written(tensors: list[torch.Tensor]) -> set[int]:
         *slow(("falcon_h1", 4), ("zamba2", 4), ("nemotron_h-latent", 4)),
     ],
 )
-def test_sequences_take_the_memory_that_the_plan_says(
+def test_sequences_use_planned_blocks_slots_and_snapshots(
     family: str, drafts: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plan's sizes equal what is allocated, and each sequence writes to as many as the plan counts for it."""
     path = str(model(folder, family))
     guesses = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else {"method": "none"}
-    asked: dict[str, Any] = {"kv_cache_memory": 0.004, "max_model_len": 192, "max_num_seqs": 3, "dtype": "bfloat16"}
-    asked["state_memory"] = 0.002  # the plan is for a GPU, whose default differs from this CPU's
-    flags = [part for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options: dict[str, Any] = {"kv_cache_memory": 0.004, "max_model_len": 192, "max_num_seqs": 3, "dtype": "bfloat16"}
+    options["state_memory"] = 0.002  # the plan is for a GPU, whose default differs from this CPU's
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--speculative-config", json.dumps(guesses)]
     assert cli.main(["plan", path, "--memory", "4", "--json", *flags]) == 0
     planned = json.loads(capsys.readouterr().out)
-    made = EngineCore(EngineConfig(model=path, speculative_config=guesses, snapshot_tokens=32, **asked))
+    made = EngineCore(EngineConfig(model=path, speculative_config=guesses, snapshot_tokens=32, **options))
     states = [each for layer in made.executor._input_batch.recurrent_states for each in layer]
     assert planned["state_bytes"] == sum(each.nbytes for each in states) == made.info.state_bytes
     pages = made.executor._kv_tensors
-    held = sum(each.nbytes for each in pages)
+    kv_bytes = sum(each.nbytes for each in pages)
     token = planned["kv"]["page_bytes"] // planned["kv"]["block_size"]
     tokens = made.info.num_blocks * made.info.block_size
-    assert held == (0 if family == "mamba2" else token * tokens), "a page of Mamba 2 holds nothing"
+    assert kv_bytes == (0 if family == "mamba2" else token * tokens), "a page of Mamba 2 holds nothing"
     for each in (*states, *pages):
         each.zero_()
     prompts = [[3 + (7 * at + each) % 300 for each in range(100)] for at in range(2)]
     run(made, [request(str(at), prompt, max_tokens=3) for at, prompt in enumerate(prompts)])
     large = any(isinstance(each, MatrixState) for each in made.executor._model.spec.kv_cache_specs)
     snapshots = 2 * 3 if large else 0  # at 32, 64 and 96 tokens
-    assert len(written(states)) == 2 + snapshots
-    assert len(written([each.transpose(0, 1) for each in pages])) == (0 if family == "mamba2" else 2 * 7)
+    assert len(written_indices(states)) == 2 + snapshots
+    assert len(written_indices([each.transpose(0, 1) for each in pages])) == (0 if family == "mamba2" else 2 * 7)

@@ -53,7 +53,7 @@ def engine(path: Path, make_drafter: Any = None, **options: Any) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), **BASE | options), make_drafter=make_drafter)
 
 
-def texts(seed: int = 5) -> list[list[int]]:
+def make_prompts(seed: int = 5) -> list[list[int]]:
     """The last prompts begin like earlier ones. Lengths are at and next to the ends of blocks and chunks."""
     rng = random.Random(seed)
     own = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 3, 16, 31, 48, 65, 90)]
@@ -62,12 +62,12 @@ def texts(seed: int = 5) -> list[list[int]]:
 
 def asked(**params: Any) -> list[EngineCoreRequest]:
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"prompt_logprobs": 1}]
-    each = enumerate(texts())
+    each = enumerate(make_prompts())
     options = {"max_tokens": 20, "logprobs": 0, **params}
     return [request(str(at), prompt, seed=at, **options | kinds[at % 3]) for at, prompt in each]
 
 
-def alone(path: Path, requests: list[EngineCoreRequest], **options: Any) -> dict[str, object]:
+def answers_alone(path: Path, requests: list[EngineCoreRequest], **options: Any) -> dict[str, object]:
     made = engine(path, enable_prefix_caching=False, **options)
     return {name: told for each in requests for name, told in known(run(made, [each])).items()}
 
@@ -81,16 +81,16 @@ preempts nothing.
 @pytest.mark.few(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
-def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
+def test_recurrent_quantized_tokens_equal_requests_alone(family: str, quantization: str, tmp_path: Path) -> None:
     """Together, with prefix hits, chunked, preempted, from host memory, and with wrong drafts."""
     path, few = save_tiny_model(tmp_path, family, dtype=torch.bfloat16), {"quantization": quantization}
     requests = asked()
-    wanted = alone(path, requests, **few)
-    assert wanted != alone(path, requests), "weights are rounded"
+    expected = answers_alone(path, requests, **few)
+    assert expected != answers_alone(path, requests), "weights are rounded"
     for shape in SHAPES:
         made = engine(path, lambda *_: AdaptiveLengthDrafter(Garbage(random.Random(4)), 8, CHEAP), **few | shape)
         for _ in range(2):
-            assert known(run(made, requests)) == wanted, shape
+            assert known(run(made, requests)) == expected, shape
         assert made.engine_stats.prefix_hits > 0 or family in IDLE
         assert made.engine_stats.draft_tokens > 0
         assert made.engine_stats.preemptions > 0 or "state_memory" not in shape or family in IDLE
@@ -100,7 +100,7 @@ def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
-def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype: str, tmp_path: Path) -> None:
+def test_replayed_request_resumes_same_tokens_with_states(family: str, dtype: str, tmp_path: Path) -> None:
     """After a crash another engine gets the request with the tokens that its caller has. Drafts are on, and prompts are
     chunked anew.
     """
@@ -108,14 +108,14 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype:
     requests = [
         msgspec.structs.replace(each, params=each.params) for each in asked() if not each.params.prompt_logprobs
     ]
-    wanted = {each.id: run(engine(path, dtype=dtype), [each])[each.id].ids for each in requests}
+    expected = {each.id: run(engine(path, dtype=dtype), [each])[each.id].ids for each in requests}
     for cut, shape in zip((1, 8, 17), SHAPES, strict=False):
         again = engine(path, dtype=dtype, speculative_config="ngram", **shape)
-        rest = run(again, [msgspec.structs.replace(each, emitted_ids=wanted[each.id][:cut]) for each in requests])
-        assert {name: each.ids for name, each in rest.items()} == {name: ids[cut:] for name, ids in wanted.items()}
+        rest = run(again, [msgspec.structs.replace(each, emitted_ids=expected[each.id][:cut]) for each in requests])
+        assert {name: each.ids for name, each in rest.items()} == {name: ids[cut:] for name, ids in expected.items()}
 
 
-def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
+def test_snapshot_with_pending_slot_copy_is_not_evicted() -> None:
     """Otherwise a sequence that was to start from the snapshot and got no slot had none, and its engine ended."""
     pages, digest = BlockPool(2), b"page"
     (page,) = pages.allocate(1)
@@ -132,7 +132,7 @@ def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
     assert snapshots.num_usable_blocks([digest]) == 0
 
 
-def with_tokenizer(folder: Path, family: str) -> Path:
+def save_model_with_tokenizer(folder: Path, family: str) -> Path:
     path = save_tiny_model(folder, family, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, path)
@@ -143,21 +143,21 @@ def with_tokenizer(folder: Path, family: str) -> Path:
 @pytest.mark.parametrize(
     "family", ["qwen3_5", "lfm3", *slow(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
 )
-def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
+def test_grammar_forced_drafts_do_not_change_recurrent_tokens(family: str, tmp_path: Path) -> None:
     """States are restored after rejected drafts."""
     schema = {"type": "object", "properties": {"name": {"enum": ["Tom", "Anna"]}}, "required": ["name"]}
-    path, grammar = with_tokenizer(tmp_path, family), json_grammar(schema)
+    path, grammar = save_model_with_tokenizer(tmp_path, family), json_grammar(schema)
     kinds: list[dict[str, Any]] = [{"grammar": grammar, "temperature": t, "ignore_eos": False} for t in (0.0, 1.1)]
     requests = [
         request(str(at), text, seed=at, max_tokens=24, logprobs=0, **({} if at % 3 == 2 else kinds[at % 2]))
-        for at, text in enumerate(texts())
+        for at, text in enumerate(make_prompts())
     ]
     plain = engine(path, enable_prefix_caching=False, speculative_config={"method": "none"})
-    wanted = {name: told for each in requests for name, told in known(run(plain, [each])).items()}
+    expected = {name: told for each in requests for name, told in known(run(plain, [each])).items()}
     for shape in SHAPES[:3]:
         made = engine(path, speculative_config={"method": "grammar", "num_speculative_tokens": 16}, **shape)
         for _ in range(2):
-            assert known(run(made, requests)) == wanted, shape
+            assert known(run(made, requests)) == expected, shape
         assert sum(made.engine_stats.accepted_drafts) > 0
 
 
@@ -165,14 +165,14 @@ def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3_5", "zamba2", "lfm2", *slow("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")]
 )
-def test_choices_and_beams(family: str, tmp_path: Path) -> None:
+def test_choices_and_beams_of_recurrent_model_equal_uncached(family: str, tmp_path: Path) -> None:
     """Choices and beams share a prompt's blocks and snapshot."""
-    path, prompts = with_tokenizer(tmp_path, family), [[7, 9, 11] * 12, [5] * 64, [8]]
+    path, prompts = save_model_with_tokenizer(tmp_path, family), [[7, 9, 11] * 12, [5] * 64, [8]]
     options = {"threads": 1, "dtype": "float32", "max_model_len": 176, "snapshot_tokens": 16}
     sampled = Params(n=4, temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, logprobs=0)
     beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
 
-    def found(llm: LLM) -> list[object]:
+    def outputs_of(llm: LLM) -> list[object]:
         chosen = [
             [(each.token_ids, each.cumulative_logprob) for each in one.outputs]
             for one in llm.generate(prompts, sampled, use_tqdm=False)
@@ -183,16 +183,16 @@ def test_choices_and_beams(family: str, tmp_path: Path) -> None:
         return [chosen, searched]
 
     fresh = LLM(str(path), num_kv_blocks=90, enable_prefix_caching=False, max_num_seqs=1, **options)
-    wanted = found(fresh)
+    expected = outputs_of(fresh)
     fresh.close()
     made = LLM(str(path), num_kv_blocks=14, max_num_seqs=6, state_memory=5e-4, speculative_config="ngram", **options)
-    assert [found(made), found(made)] == [wanted, wanted]
+    assert [outputs_of(made), outputs_of(made)] == [expected, expected]
     made.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", *slow("falcon_h1", "zamba2", "nemotron_h-latent", "mamba")])
-async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
+async def test_state_snapshots_do_not_survive_sleep_or_new_weights(family: str, tmp_path: Path) -> None:
     first, second = save_tiny_model(tmp_path / "first", family), tmp_path / "second"
     second.mkdir()
     shutil.copy(first / "config.json", second)
@@ -200,10 +200,10 @@ async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
         name: each * (1.1 if each.ndim > 1 else 1.0) for name, each in load_file(first / "model.safetensors").items()
     }
     save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
-    prompt, config = texts()[6], {"dtype": "float32", "skip_tokenizer_init": True, **BASE}
+    prompt, config = make_prompts()[6], {"dtype": "float32", "skip_tokenizer_init": True, **BASE}
     each = request("0", prompt, max_tokens=12, logprobs=0)
-    wanted = [run(EngineCore(EngineConfig(model=str(path), **config)), [each])["0"].ids for path in (first, second)]
-    assert wanted[0] != wanted[1]
+    expected = [run(EngineCore(EngineConfig(model=str(path), **config)), [each])["0"].ids for path in (first, second)]
+    assert expected[0] != expected[1]
     client = EngineClient(InProcessClient(EngineConfig(model=str(first), **config)))
     await client.engine_core.start()
     weights, number = Weights(client), 0
@@ -218,17 +218,17 @@ async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
         return ids, cached
 
     try:
-        assert await tokens() == (wanted[0], 0)
-        assert await tokens() == (wanted[0], 80)
+        assert await tokens() == (expected[0], 0)
+        assert await tokens() == (expected[0], 80)
         await weights.sleep(1)
         await weights.wake_up()
         ids, _ = await tokens()
-        assert ids == wanted[0]
+        assert ids == expected[0]
         await weights.update(str(second))
-        assert await tokens() == (wanted[1], 0)
-        assert await tokens() == (wanted[1], 80)
+        assert await tokens() == (expected[1], 0)
+        assert await tokens() == (expected[1], 80)
         await weights.update(str(first))
-        assert await tokens() == (wanted[0], 0)
+        assert await tokens() == (expected[0], 0)
     finally:
         await client.engine_core.stop()
 
@@ -237,15 +237,15 @@ async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "nemotron_h-latent", "zamba2", "jamba"])
-def test_a_vector_does_not_depend_on_what_else_runs(family: str, mode: str, dtype: str, tmp_path: Path) -> None:
+def test_recurrent_vectors_do_not_depend_on_batch(family: str, mode: str, dtype: str, tmp_path: Path) -> None:
     path, options = save_tiny_model(tmp_path, family), {"pooling_type": mode, "dtype": dtype}
     plain = engine(path, **options, enable_prefix_caching=False)
-    wanted = [vectors(plain, [prompt])[0] for prompt in texts()]
-    others = [request(f"t{at}", prompt, max_tokens=20, temperature=1.0) for at, prompt in enumerate(texts(9))]
+    expected = [vectors(plain, [prompt])[0] for prompt in make_prompts()]
+    others = [request(f"t{at}", prompt, max_tokens=20, temperature=1.0) for at, prompt in enumerate(make_prompts(9))]
     for shape in SHAPES:
         made = engine(path, **options | shape)
         for _ in range(2):
-            assert same(vectors(made, texts(), others=others), wanted), shape
+            assert same(vectors(made, make_prompts(), others=others), expected), shape
         made.shut_down()
 
 
@@ -293,7 +293,9 @@ def _logprobs_of(ids: torch.Tensor, model: Any) -> torch.Tensor:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "fields"), ODD, ids=str)
-def test_shapes_that_no_published_model_has(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_unusual_recurrent_shapes_equal_float64_transformers(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family, **fields)
     requests = [
         msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, prompt_logprobs=0))
@@ -308,11 +310,11 @@ def test_shapes_that_no_published_model_has(family: str, fields: dict[str, Any],
     for each in requests:
         answer = answers[each.id]
         ids = torch.tensor([each.prompt_ids + answer.ids])
-        wanted, in_float32 = (_logprobs_of(ids, model) for model in (judge, rounded))
-        error = float((in_float32 - wanted).abs().max())  # transformers' own float32 error: some shapes lose more
+        expected, in_float32 = (_logprobs_of(ids, model) for model in (judge, rounded))
+        error = float((in_float32 - expected).abs().max())  # transformers' own float32 error: some shapes lose more
         listed = [*(answer.prompt_logprobs or [None])[1:], *answer.logprobs]
         found = [one.logprob for one in listed if one is not None]
-        assert found == pytest.approx(wanted.tolist(), abs=max(1e-4, 2 * error))
+        assert found == pytest.approx(expected.tolist(), abs=max(1e-4, 2 * error))
     drafts = {"speculative_config": "ngram"} if decoder_spec(read_model_config(path)).needs_state_snapshots else {}
     for shape in ({}, drafts, *SHAPES[1:2], {"num_kv_blocks": 14, "state_memory": 3e-3}):
         made = engine(path, dtype="float32", **shape)

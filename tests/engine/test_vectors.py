@@ -23,34 +23,34 @@ def save(path: Path, family: str, tokenizer: Tokenizer, **options: int) -> Path:
     return path
 
 
-def marked(text: str) -> list[int]:
+def token_ids(text: str) -> list[int]:
     return [BOS, *text.encode(), END]
 
 
-def test_embeddings_and_their_cosines(tmp_path: Path) -> None:
+def test_llm_embeddings_and_cosine_scores_equal_transformers(tmp_path: Path) -> None:
     path = save(tmp_path, "bert", pair_tokenizer().tokenizer)
     model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
     with torch.inference_mode():
-        states = [model(torch.tensor([marked(text)])).last_hidden_state[0].mean(0).numpy() for text in TEXTS]
-    wanted = [each / np.linalg.norm(each) for each in states]
+        states = [model(torch.tensor([token_ids(text)])).last_hidden_state[0].mean(0).numpy() for text in TEXTS]
+    expected = [each / np.linalg.norm(each) for each in states]
     llm = LLM(str(path))
-    found = llm.embed(TEXTS, use_tqdm=False)
-    for text, each, vector in zip(TEXTS, found, wanted, strict=True):
+    outputs = llm.embed(TEXTS, use_tqdm=False)
+    for text, each, vector in zip(TEXTS, outputs, expected, strict=True):
         assert each.prompt == text
-        assert each.prompt_token_ids == marked(text)
+        assert each.prompt_token_ids == token_ids(text)
         assert each.outputs.embedding == pytest.approx(vector, abs=1e-4)
-    (alone,) = llm.embed(marked(TEXTS[1]), use_tqdm=False)
+    (alone,) = llm.embed(token_ids(TEXTS[1]), use_tqdm=False)
     assert alone.prompt is None
-    assert alone.outputs.embedding == found[1].outputs.embedding
+    assert alone.outputs.embedding == outputs[1].outputs.embedding
     (raw,) = llm.encode(TEXTS[0], PoolingParams(activation=False, dimensions=5), use_tqdm=False)
     assert raw.outputs.data == pytest.approx(states[0][:5], abs=1e-4)
     scores = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
-    assert [each.outputs.score for each in scores] == pytest.approx([wanted[0] @ each for each in wanted], abs=1e-4)
+    assert [each.outputs.score for each in scores] == pytest.approx([expected[0] @ each for each in expected], abs=1e-4)
     assert llm.embed([], use_tqdm=False) == []
     with pytest.raises(InvalidRequest, match="has 482 tokens, the context is 320"):
         llm.embed("word " * 96, use_tqdm=False)
     (cut,) = llm.embed("word " * 96, truncate_prompt_tokens=-1, use_tqdm=False)
-    assert cut.prompt_token_ids == marked(("word " * 96)[:318])
+    assert cut.prompt_token_ids == token_ids(("word " * 96)[:318])
     for wrong in (
         lambda: llm.generate("a", use_tqdm=False),
         lambda: llm.classify("a", use_tqdm=False),
@@ -64,17 +64,19 @@ def test_embeddings_and_their_cosines(tmp_path: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("labels", [1, 3])
-def test_labels_and_scores_of_pairs(labels: int, tmp_path: Path) -> None:
+def test_llm_classify_and_pair_scores_equal_transformers(labels: int, tmp_path: Path) -> None:
     path = save(tmp_path, "roberta", pair_tokenizer(segments=False).tokenizer, labels=labels)
     model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
     llm = LLM(str(path))
     with torch.inference_mode():
-        logits = torch.cat([model(torch.tensor([marked(text)])).logits for text in TEXTS])
-        pairs = [model(torch.tensor([[*marked("a cat"), *text.encode(), END]])).logits[0] for text in TEXTS]
-    wanted = logits.sigmoid() if labels == 1 else logits.softmax(-1)
-    found = llm.classify(TEXTS, use_tqdm=False)
-    assert np.array([each.outputs.probs for each in found]) == pytest.approx(wanted.numpy(), abs=1e-4)
-    assert [each.outputs.probs for each in llm.encode(TEXTS, use_tqdm=False)] == [each.outputs.probs for each in found]
+        logits = torch.cat([model(torch.tensor([token_ids(text)])).logits for text in TEXTS])
+        pairs = [model(torch.tensor([[*token_ids("a cat"), *text.encode(), END]])).logits[0] for text in TEXTS]
+    expected = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+    outputs = llm.classify(TEXTS, use_tqdm=False)
+    assert np.array([each.outputs.probs for each in outputs]) == pytest.approx(expected.numpy(), abs=1e-4)
+    assert [each.outputs.probs for each in llm.encode(TEXTS, use_tqdm=False)] == [
+        each.outputs.probs for each in outputs
+    ]
     if labels == 1:
         scores = llm.score("a cat", TEXTS, use_tqdm=False)
         assert [each.outputs.score for each in scores] == pytest.approx([p.sigmoid().item() for p in pairs], abs=1e-4)

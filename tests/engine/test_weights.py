@@ -96,7 +96,7 @@ async def ask(client: EngineClient, name: str, tokens: int = 8, ends: int = 0) -
     return answer
 
 
-async def some(client: EngineClient, count: int, tokens: int) -> list[asyncio.Task[Answer]]:
+async def start_open_answers(client: EngineClient, count: int, tokens: int) -> list[asyncio.Task[Answer]]:
     """Answers that have begun and are far from their end."""
     tasks = [asyncio.create_task(ask(client, f"open-{index}", tokens, index)) for index in range(count)]
     while client.engine_core.stats.generation_tokens < 4 * count:  # noqa: ASYNC110, there is no event to wait for
@@ -114,10 +114,10 @@ def expected(folder: Path, answer: Answer) -> list[float]:
     return [float(every[begin + place, token]) for place, token in enumerate(answer.ids)]
 
 
-def farthest(folder: Path, answer: Answer, begin: int = 0, end: int | None = None) -> float:
+def max_logprob_error(folder: Path, answer: Answer, begin: int = 0, end: int | None = None) -> float:
     """The largest difference to transformers' log probabilities, among tokens begin to end."""
-    found = [each.logprob for each in answer.logprobs]
-    return max(abs(a - b) for a, b in list(zip(found, expected(folder, answer), strict=True))[begin:end])
+    logprobs = [each.logprob for each in answer.logprobs]
+    return max(abs(a - b) for a, b in list(zip(logprobs, expected(folder, answer), strict=True))[begin:end])
 
 
 async def same_tokens(client: EngineClient, expected: list[int]) -> bool:
@@ -126,7 +126,7 @@ async def same_tokens(client: EngineClient, expected: list[int]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
-async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tuple[Path, Path], level: int) -> None:
+async def test_streams_resume_unchanged_after_sleep(folders: tuple[Path, Path], level: int) -> None:
     client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         alone = [await ask(client, f"alone-{index}", LONG, index) for index in range(3)]
@@ -151,7 +151,7 @@ async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tu
 
 
 @pytest.mark.slow
-async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -> None:
+async def test_killed_sleeping_engine_wakes_up(folders: tuple[Path, Path]) -> None:
     client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
@@ -166,12 +166,12 @@ async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -
 
 
 @pytest.mark.slow
-async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
+async def test_tokens_match_weights_version_during_update_under_32_streams(folders: tuple[Path, Path]) -> None:
     """No token uses KV that other weights computed. An engine that is killed restarts with the new weights."""
     first, second = folders
     client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
-        tasks = await some(client, 32, 800)
+        tasks = await start_open_answers(client, 32, 800)
         assert await weights.update(str(second), version="step-1") == "step-1"
         later = await asyncio.gather(*[ask(client, f"later-{index}", 8, 40 + index) for index in range(4)])
         answers = await asyncio.gather(*tasks)
@@ -181,30 +181,30 @@ async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
             assert answer.version == "step-1"
         for answer in answers[:6]:
             switch = answer.versions.index("step-1")
-            assert farthest(first, answer, 0, switch) < 1e-3
-            assert farthest(second, answer, switch) < 1e-3
-            assert farthest(first, answer, switch) > 0.05, "the two weights are far apart"
+            assert max_logprob_error(first, answer, 0, switch) < 1e-3
+            assert max_logprob_error(second, answer, switch) < 1e-3
+            assert max_logprob_error(first, answer, switch) > 0.05, "the two weights are far apart"
         for answer in later:
             assert answer.version == "step-1"
-            assert farthest(second, answer) < 1e-3
-        again = await ask(client, "again", 8, 40)
-        assert again.cached_tokens > 0
-        assert again.ids == later[0].ids
+            assert max_logprob_error(second, answer) < 1e-3
+        later_answer = await ask(client, "again", 8, 40)
+        assert later_answer.cached_tokens > 0
+        assert later_answer.ids == later[0].ids
         assert client.engine_core.pid is not None
         os.kill(client.engine_core.pid, signal.SIGKILL)
         after = await ask(client, "after", 8, 40)
-        assert after.ids == again.ids
+        assert after.ids == later_answer.ids
         assert after.version == "step-1"
         assert await weights.update(str(first)) == "3"
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: Mode) -> None:
+async def test_weight_update_mode_aborts_awaits_or_keeps_open_requests(folders: tuple[Path, Path], mode: Mode) -> None:
     first, second = folders
     client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
-        tasks = await some(client, 2, LONG)
+        tasks = await start_open_answers(client, 2, LONG)
         update = asyncio.create_task(weights.update(str(second), mode))
         for number in count():  # while the new weights are checked, the old ones still answer
             new = await ask(client, f"new {number}")
@@ -212,9 +212,9 @@ async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: M
                 continue
             if new.versions[0] == "2":
                 break
-            assert new.version == "2" or farthest(first, new) < 1e-3
+            assert new.version == "2" or max_logprob_error(first, new) < 1e-3
         assert await update == "2"
-        assert farthest(second, new) < 1e-3
+        assert max_logprob_error(second, new) < 1e-3
         for answer in await asyncio.gather(*tasks):
             assert answer.finish_reason == ("abort" if mode == "abort" else "length")
             assert answer.version == ("2" if mode == "keep" else "1")
@@ -222,10 +222,10 @@ async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: M
 
 
 @pytest.mark.slow
-async def test_requests_may_leave_while_they_wait(folders: tuple[Path, Path]) -> None:
+async def test_requests_can_be_cancelled_during_weight_update(folders: tuple[Path, Path]) -> None:
     client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
-        tasks = await some(client, 1, LONG)
+        tasks = await start_open_answers(client, 1, LONG)
         update = asyncio.create_task(weights.update(str(folders[1]), "wait"))
         await asyncio.sleep(0.01)
         stream = client.submit([EngineCoreRequest(id="held", prompt_ids=[5], params=SamplingParams(), seed=0)])
@@ -273,7 +273,7 @@ BAD = {
 
 
 @pytest.mark.slow
-async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Path, Path], tmp_path: Path) -> None:
+async def test_invalid_weight_folders_are_rejected_and_weights_stay(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = folders
     client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
@@ -299,17 +299,17 @@ async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Pa
         with pytest.raises(InvalidRequest, match="mode must be one of"):
             await weights.update(str(second), "never")  # type: ignore[arg-type]
         assert client.engine_core.weights_version == "1"
-        again = await ask(client, "again")
-        assert again.ids == ids
-        assert again.cached_tokens > 0, "the engine is the one that it was"
+        later_answer = await ask(client, "again")
+        assert later_answer.ids == ids
+        assert later_answer.cached_tokens > 0, "the engine is the one that it was"
         assert client.engine_core.stats.steps > steps
         (cut / FILE).write_bytes((second / FILE).read_bytes())  # weights alone: the config is the served model's
         assert await weights.update(str(cut)) == "2"
-        assert farthest(second, await ask(client, "new")) < 1e-3
+        assert max_logprob_error(second, await ask(client, "new")) < 1e-3
 
 
 @pytest.mark.slow
-async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_path: Path) -> None:
+async def test_weight_update_works_after_previous_folder_is_deleted(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = folders
     copy = shutil.copytree(second, tmp_path / "copy")
     client = EngineClient(InProcessClient(config_of(first)))
@@ -317,12 +317,12 @@ async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_pat
         await weights.update(str(copy))
         shutil.rmtree(copy)
         assert await weights.update(str(second)) == "3"
-        assert farthest(second, await ask(client, "new")) < 1e-3
+        assert max_logprob_error(second, await ask(client, "new")) < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [InProcessClient, ProcessClient])
-async def test_no_request_ends_for_weights_that_are_refused(
+async def test_rejected_weight_update_ends_no_request(
     kind: type[InProcessClient | ProcessClient], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     tensors = load_file(folders[1] / FILE)
@@ -330,7 +330,7 @@ async def test_no_request_ends_for_weights_that_are_refused(
     save_file(tensors, tmp_path / FILE)
     client = EngineClient(kind(config_of(folders[0])))
     async with running(client) as weights:
-        tasks = await some(client, 2, 400)
+        tasks = await start_open_answers(client, 2, 400)
         for mode in ("abort", "wait"):
             with pytest.raises(ConfigError, match=r"lack model\.norm\.weight"):
                 await weights.update(str(tmp_path), mode)
@@ -345,7 +345,7 @@ async def test_no_request_ends_for_weights_that_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [float("nan"), *slow(float("inf"), float("-inf"))])
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
-async def test_what_is_no_number_is_refused(
+async def test_nonfinite_weights_are_rejected(
     number: float, dtype: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     first, second = folders
@@ -364,14 +364,14 @@ async def test_what_is_no_number_is_refused(
 
 
 @pytest.mark.slow
-async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
+async def test_failed_weight_load_restores_old_weights(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = EngineClient(InProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
         monkeypatch.setattr(EngineCore, "check_replacement_weights", lambda self, config: None)
-        tasks = await some(client, 2, 300)
+        tasks = await start_open_answers(client, 2, 300)
         with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
             await weights.update(str(tmp_path))
         assert not client.engine_core.asleep
@@ -379,11 +379,11 @@ async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
         assert await same_tokens(client, ids)
         for answer in await asyncio.gather(*tasks):
             assert len(answer.ids) == 300
-            assert farthest(folders[0], answer) < 1e-3
+            assert max_logprob_error(folders[0], answer) < 1e-3
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_built_anew_is_built_as_it_was(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_failed_engine_rebuild_restores_previous_config(folders: tuple[Path, Path], tmp_path: Path) -> None:
     before, worse = config_of(folders[0]), config_of(folders[0], weights=str(tmp_path))
     config, engine, failure = _rebuild_engine_or_previous(before, worse, NullHeartbeat())
     assert config == before
@@ -394,32 +394,32 @@ def test_an_engine_that_cannot_be_built_anew_is_built_as_it_was(folders: tuple[P
     assert _rebuild_engine_or_previous(before, better, NullHeartbeat())[::2] == (better, None)
 
 
-def resident(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 @pytest.mark.slow
-async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
+async def test_sixty_weight_updates_do_not_leak_memory(tmp_path: Path) -> None:
     shape = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "vocab_size": 8000}
     folder = save_tiny_model(tmp_path / "model", "llama", **shape)
     size = (folder / FILE).stat().st_size
     client = EngineClient(ProcessClient(config_of(folder, max_model_len=500)))
     async with running(client) as weights:
-        found = []
+        sizes = []
         for number in range(60):
             await weights.update(str(folder))
             await ask(client, f"request-{number}", 20, number)
             assert client.engine_core.pid is not None
-            found.append(resident(client.engine_core.pid))
+            sizes.append(resident_bytes(client.engine_core.pid))
         assert client.engine_core.deaths == 0
     # The least of some samples, because the weights before may still be in memory at one of them.
-    assert min(found[-10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
+    assert min(sizes[-10:]) < max(sizes[:10]) + size / 2, "fifty times the weights would be far more"
 
 
 @pytest.mark.slow
-async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
+async def test_sleep_frees_weight_and_kv_memory(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16000}
     folder = save_tiny_model(tmp_path / "model", "llama", **shape)
     client = EngineClient(ProcessClient(config_of(folder, max_model_len=500)))
@@ -429,20 +429,20 @@ async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
         await asyncio.gather(*[ask(client, f"request-{number}", 200, number) for number in range(16)])
         assert client.engine_core.pid is not None
         used = client.engine_core.stats.cached_blocks * info.kv_bytes // info.num_blocks
-        awake = resident(client.engine_core.pid)
+        awake = resident_bytes(client.engine_core.pid)
         await weights.sleep()
-        assert awake - resident(client.engine_core.pid) > 0.9 * (info.weight_bytes + used)
+        assert awake - resident_bytes(client.engine_core.pid) > 0.9 * (info.weight_bytes + used)
     finally:
         await client.engine_core.stop()
 
 
 @pytest.mark.parametrize("level", [0, 3])
-async def test_levels_are_one_and_two(folders: tuple[Path, Path], level: int) -> None:
+async def test_sleep_level_must_be_one_or_two(folders: tuple[Path, Path], level: int) -> None:
     with pytest.raises(InvalidRequest, match="level must be 1 or 2"):
         await Weights(EngineClient(InProcessClient(config_of(folders[0])))).sleep(level)
 
 
-def stretched(folder: Path, to: Path) -> Path:
+def save_perturbed_model(folder: Path, to: Path) -> Path:
     """A copy of the model with every tensor perturbed."""
     shutil.copytree(folder, to)
     torch.manual_seed(6)
@@ -451,7 +451,7 @@ def stretched(folder: Path, to: Path) -> Path:
     return to
 
 
-async def vector(client: EngineClient) -> bytes:
+async def embed_vector(client: EngineClient) -> bytes:
     params = PoolingParams(task="embed")
     stream = client.submit([EngineCoreRequest(id=os.urandom(8).hex(), prompt_ids=[5, 6, 7], params=params, seed=0)])
     (output,) = [output async for outputs in stream for output in outputs]
@@ -460,37 +460,37 @@ async def vector(client: EngineClient) -> bytes:
 
 
 @pytest.mark.slow
-async def test_an_encoder_changes_too(tmp_path: Path) -> None:
+async def test_encoder_weights_can_be_updated(tmp_path: Path) -> None:
     first = save_tiny_encoder(tmp_path / "first", "bert")
-    second = stretched(first, tmp_path / "second")
+    second = save_perturbed_model(first, tmp_path / "second")
     options = {"max_model_len": None, "num_kv_blocks": None}
     async with running(expected := EngineClient(InProcessClient(config_of(second, **options)))):
-        wanted = await vector(expected)
+        expected_output = await embed_vector(expected)
     client = EngineClient(InProcessClient(config_of(first, **options)))
     async with running(client) as weights:
-        before = await vector(client)
-        assert before != wanted
+        before = await embed_vector(client)
+        assert before != expected_output
         await weights.update(str(second))
-        assert await vector(client) == wanted
+        assert await embed_vector(client) == expected_output
         (second / FILE).write_bytes((first / FILE).read_bytes()[:2000])
         with pytest.raises(ConfigError):
             await weights.update(str(second))
-        assert await vector(client) == wanted
+        assert await embed_vector(client) == expected_output
 
 
 @pytest.mark.slow
-async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Path) -> None:
+async def test_gguf_weights_can_be_updated(folders: tuple[Path, Path], tmp_path: Path) -> None:
     gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
     first = save_tiny_model(tmp_path / "first", "llama")
-    second = stretched(first, tmp_path / "second")
+    second = save_perturbed_model(first, tmp_path / "second")
     files = [gguf_models.write_gguf(each, tmp_path / f"{each.name}.gguf") for each in (first, second)]
     options = {"max_model_len": 400}
     async with running(expected := EngineClient(InProcessClient(config_of(files[1], **options)))):
-        wanted = (await ask(expected, "alone")).ids
+        expected_output = (await ask(expected, "alone")).ids
     client = EngineClient(InProcessClient(config_of(files[0], **options)))
     async with running(client) as weights:
         before = (await ask(client, "first")).ids
-        assert before != wanted
+        assert before != expected_output
         with pytest.raises(ModelError, match="served from GGUF, not safetensors"):
             await weights.update(str(second))
         other = save_tiny_model(tmp_path / "other", "llama", intermediate_size=96)
@@ -498,41 +498,41 @@ async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Pat
             await weights.update(str(gguf_models.write_gguf(other, tmp_path / "other.gguf")))
         assert (await ask(client, "again")).ids == before
         await weights.update(str(files[1]))
-        assert (await ask(client, "new")).ids == wanted
+        assert (await ask(client, "new")).ids == expected_output
 
 
 @pytest.mark.slow
-async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
+async def test_quantized_weights_can_be_updated(tmp_path: Path) -> None:
     """From files and as tensors; a checkpoint of another quantization is rejected."""
     plain = save_tiny_model(tmp_path / "plain", "llama", hidden_size=128, intermediate_size=256)
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     pack = gptq(4, 32, symmetric=True)
-    other = stretched(plain, tmp_path / "stretched")
+    other = save_perturbed_model(plain, tmp_path / "stretched")
     first = quantize_checkpoint(plain, tmp_path / "first", pack, config)
     second = quantize_checkpoint(other, tmp_path / "second", pack, config)
     options = {"max_model_len": 400}
     async with running(expected := EngineClient(InProcessClient(config_of(second, **options)))):
-        wanted = (await ask(expected, "alone")).ids
+        expected_output = (await ask(expected, "alone")).ids
     client = EngineClient(InProcessClient(config_of(first, **options)))
     async with running(client) as weights:
         before = (await ask(client, "first")).ids
-        assert before != wanted
+        assert before != expected_output
         with pytest.raises(ModelError, match="quantization_config is not the model's"):
             await weights.update(str(plain))
         assert (await ask(client, "again")).ids == before
         await weights.update(str(second))
-        assert (await ask(client, "new")).ids == wanted
+        assert (await ask(client, "new")).ids == expected_output
         await weights.update(str(first))
         await client.engine_core.load_tensors(load_file(second / FILE).items(), "given")
-        assert (await ask(client, "given")).ids == wanted
+        assert (await ask(client, "given")).ids == expected_output
 
 
 @pytest.mark.slow
-async def test_an_engine_killed_in_a_change_goes_on_with_the_weights_before(folders: tuple[Path, Path]) -> None:
+async def test_engine_killed_during_update_keeps_old_weights(folders: tuple[Path, Path]) -> None:
     client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
-        tasks = await some(client, 2, 200)
+        tasks = await start_open_answers(client, 2, 200)
         changing = asyncio.create_task(weights.update(str(folders[1])))
         while client.responsive:  # noqa: ASYNC110, there is no event to wait for
             await asyncio.sleep(0)
@@ -546,10 +546,10 @@ async def test_an_engine_killed_in_a_change_goes_on_with_the_weights_before(fold
 
 
 @pytest.mark.slow
-async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tuple[Path, Path]) -> None:
+async def test_weight_update_completes_after_caller_timeout(folders: tuple[Path, Path]) -> None:
     client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
-        tasks = await some(client, 2, 200)
+        tasks = await start_open_answers(client, 2, 200)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(weights.update(str(folders[1])), 0.01)
         assert await weights.update(str(folders[1])) == "3"
@@ -560,7 +560,7 @@ async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
-async def test_another_model_is_refused_in_its_sleep_too(
+async def test_sleeping_engine_rejects_weights_of_another_model(
     folders: tuple[Path, Path], tmp_path: Path, level: int
 ) -> None:
     other = tmp_path / "other"
@@ -574,4 +574,4 @@ async def test_another_model_is_refused_in_its_sleep_too(
             await weights.update(str(other))
         assert client.engine_core.asleep
         assert await weights.update(str(folders[1])) == "2"
-        assert farthest(folders[1], await ask(client, "new")) < 1e-3
+        assert max_logprob_error(folders[1], await ask(client, "new")) < 1e-3

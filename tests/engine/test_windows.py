@@ -81,34 +81,34 @@ OPTIONS = {
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("four_windows")
 @pytest.mark.parametrize(("family", "kv"), [("gemma2", "auto"), ("gemma3", "int8")])
-def test_tokens_are_those_of_a_model_that_keeps_everything(
+def test_sliding_window_tokens_equal_engine_that_keeps_all_blocks(
     family: str, kv: str, tmp_path: Path, as_one: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, family)
     whole = engine(path, kv_cache_dtype=kv)
     assert whole.info.page_groups == 1
-    wanted = tokens(run(whole, asked()))
+    expected = tokens(run(whole, asked()))
     as_one.undo()
     first = engine(path, kv_cache_dtype=kv)
     assert first.info.page_groups == 4
-    assert tokens(run(first, asked())) == wanted
-    again = run(first, asked())
-    assert tokens(again) == wanted
-    assert [each.cached_tokens for each in again.values()][:4] == [0, 48, 128, 224]
+    assert tokens(run(first, asked())) == expected
+    cached_answers = run(first, asked())
+    assert tokens(cached_answers) == expected
+    assert [each.cached_tokens for each in cached_answers.values()][:4] == [0, 48, 128, 224]
     for name, options in OPTIONS.items():
         other = engine(path, kv_cache_dtype=kv, **options)
-        found = tokens(run(other, asked()))
+        actual = tokens(run(other, asked()))
         if name == "plain PyTorch":
-            assert {key: ids for key, (ids, _) in found.items()} == {key: ids for key, (ids, _) in wanted.items()}
+            assert {key: ids for key, (ids, _) in actual.items()} == {key: ids for key, (ids, _) in expected.items()}
         else:
-            assert found == wanted, name
+            assert actual == expected, name
         assert (other.engine_stats.preemptions > 0) == (name == "preempted")
         assert other.info.page_groups == (1 if name == "tiers" else 4)
         assert ("keep all tokens, for kv_offload_memory" in " ".join(other.info.notes)) == (name == "tiers")
 
 
 @pytest.mark.usefixtures("four_windows")
-def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pytest.MonkeyPatch) -> None:
+def test_sliding_windows_hold_less_than_60_percent_at_8k_tokens(tmp_path: Path, as_one: pytest.MonkeyPatch) -> None:
     """Shares of blocks are shares of bytes: all blocks of a model have the same size."""
     path = save_tiny_model(tmp_path, "gemma2", max_position_embeddings=8320, hidden_size=32, intermediate_size=32)
     prompt = request("long", prompts(8192)[0], max_tokens=20)
@@ -135,7 +135,7 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
 
 @pytest.mark.few(27)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma3-with-images" not in name])
-def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
+def test_plan_sizes_equal_engine_cache_specs(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
     sizes, spec = read_model_sizes(config.raw), decoder_spec(config)
     assert list(sizes.layer_cache_specs) == spec.layer_cache_specs
@@ -153,7 +153,7 @@ def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: P
         (tuple(range(10, 30)), 4096, 1, 0),  # more windows than tables
     ],
 )
-def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
+def test_kv_cache_groups_have_one_window_and_unique_layer_places(
     windows: tuple[int | None, ...], longest: int, groups: int, unused: int
 ) -> None:
     states = [(PagedState(64, window),) for window in windows]
@@ -169,7 +169,7 @@ def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
 
 
 @pytest.mark.parametrize(("window", "at_once"), [(1, 1), (5, 1), (16, 7), (17, 16), (40, 100)])
-def test_no_sequence_needs_more_pages_than_the_plan_says(window: int, at_once: int) -> None:
+def test_sequence_never_exceeds_planned_blocks(window: int, at_once: int) -> None:
     needs = KVBlockNeeds((window, None), 16, at_once)
     for length in range(1, 300):
         held = 0
@@ -181,7 +181,7 @@ def test_no_sequence_needs_more_pages_than_the_plan_says(window: int, at_once: i
         assert needs.max_context_tokens(needs.max_blocks(length) - 1, length) < length
 
 
-def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
+def test_kv_cache_plan_equals_engine_allocation(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gpt_oss")
     config = EngineConfig(model=str(path), kv_cache_memory=0.004, max_num_seqs=4, max_num_batched_tokens=32)
     made = EngineCore(config)

@@ -67,7 +67,7 @@ def full(tmp_path: Path) -> Iterator[DataDir]:
 
 
 @pytest.mark.slow
-def test_no_transaction_takes_more_than_a_batch_of_rows(full: DataDir) -> None:
+def test_store_transactions_stay_below_batch_of_rows_when_full(full: DataDir) -> None:
     size = full.store.stored_bytes
     full.store.put("attacker", conversation("many", *map(str, range(5_000))))
     assert full.store.stored_bytes <= size
@@ -83,7 +83,7 @@ def test_no_transaction_takes_more_than_a_batch_of_rows(full: DataDir) -> None:
     assert full.store.stored_bytes <= 0.95 * size, "room is made ahead of need"
 
 
-def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path: Path) -> None:
+def test_deleted_object_is_invisible_before_its_rows_are_deleted(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, BIG)
     many = [str(number) for number in range(4 * MAX_TRANSACTION_ROWS)]
     data.store.put("a", conversation("long", *many))
@@ -111,7 +111,7 @@ def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path
     data.close()
 
 
-def test_an_object_of_many_rows_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_put_of_many_rows_is_atomic_when_disk_is_full(tmp_path: Path) -> None:
     """The disk fills up, or the process ends, in the middle of the put."""
 
     class Full(sqlite3.Connection):
@@ -143,15 +143,15 @@ def test_an_object_of_many_rows_is_there_whole_or_not_at_all(tmp_path: Path) -> 
     data.close()
 
 
-def test_the_key_with_most_gives_first_in_each_batch(tmp_path: Path) -> None:
+def test_eviction_takes_from_largest_key_first(tmp_path: Path) -> None:
     most = 45 * ROW_OVERHEAD_BYTES
     database, store = opened(tmp_path, most)
     for number in range(20):
         store.put("large", conversation(f"l{number}"))
         store.put("small", conversation(f"s{number}") if number < 5 else conversation("s0"))
     store.put("third", conversation("new", *map(str, range(20))))
-    kept = [number for number in range(5) if store.get_summary("small", "conversation", f"s{number}") is not None]
-    assert kept == [0, 1, 2, 3, 4], "a key with less loses nothing"
+    remaining = [number for number in range(5) if store.get_summary("small", "conversation", f"s{number}") is not None]
+    assert remaining == [0, 1, 2, 3, 4], "a key with less loses nothing"
     assert store.get_summary("large", "conversation", "l0") is None
     assert store.get_summary("large", "conversation", "l19") is not None
     assert store.stored_bytes <= most

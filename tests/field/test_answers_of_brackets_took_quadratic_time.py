@@ -18,17 +18,17 @@ TOOLS = {"weather": Tool("weather", {"type": "object", "properties": {}})}
 COUNT = 150_000
 
 
-def test_brackets_that_close_nothing() -> None:
+def test_repair_json_is_linear_for_unmatched_brackets() -> None:
     nested = "{" + "a{" * COUNT
     assert repair_json(nested + "]" * COUNT + "}" * (COUNT + 1)) is not None
 
 
-def in_tools(text: str) -> str:
+def parse_tool_calls(text: str) -> str:
     parser = ToolParser(known_forms.DEEPSEEK, TOOLS)
     return "".join(parser.extract_tool_calls(text[start : start + 100])[0] for start in range(0, len(text), 100))
 
 
-def in_thinking(text: str) -> str:
+def parse_reasoning(text: str) -> str:
     parser = ReasoningParser(
         ReasoningFormat("think", "<think>", "</think>"),
         True,
@@ -39,9 +39,9 @@ def in_thinking(text: str) -> str:
     return "".join(content for _, content in pushed)
 
 
-@pytest.mark.parametrize("read", [in_tools, in_thinking])
+@pytest.mark.parametrize("read", [parse_tool_calls, parse_reasoning])
 @pytest.mark.parametrize("repeated", ["\n", "x"])
-def test_what_is_repeated_behind_a_call_s_beginning(read: Callable[[str], str], repeated: str) -> None:
+def test_parsers_are_linear_for_repeated_text_after_tool_call_start(read: Callable[[str], str], repeated: str) -> None:
     beginning = (
         f"{known_forms.CALLS_BEGIN}{known_forms.CALL_BEGIN}function" if repeated == "\n" else known_forms.CALLS_BEGIN
     )

@@ -43,7 +43,7 @@ def on_disk(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "files").iterdir())
 
 
-async def known(api: Api) -> list[str]:
+async def listed_file_ids(api: Api) -> list[str]:
     return sorted([file.id async for file in api.openai.files.list()])
 
 
@@ -66,13 +66,13 @@ NAMES = (
 )
 
 
-async def test_no_charset_and_no_name_ends_in_a_500(tmp_path: Path) -> None:
+async def test_upload_with_odd_charset_or_filename_returns_200_or_400(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         kinds = ["multipart/form-data; boundary=b; charset=" + each for each in CHARSETS]
         kinds += [kind.replace("charset=", "charset*=utf-8''") for kind in kinds[:3]]
         kinds += ['Multipart/Form-Data; Boundary="b"', "multipart/form-data;boundary=b;;;=;charset"]
-        tried = [(kind, name) for kind in kinds for name in NAMES[:5]] + [(kinds[0], name) for name in NAMES]
-        for kind, name in tried:
+        requests = [(kind, name) for kind in kinds for name in NAMES[:5]] + [(kinds[0], name) for name in NAMES]
+        for kind, name in requests:
             headers = [(b"content-type", kind.encode("latin-1"))]
             answer = await api.http.post("/v1/files", content=form(name), headers=headers)
             assert answer.status_code in (200, 400), (kind, name, answer.text)
@@ -80,7 +80,7 @@ async def test_no_charset_and_no_name_ends_in_a_500(tmp_path: Path) -> None:
         for disposition in (b"filename*=utf-8''", b"filename=\"x\"; filename*=utf-7''", b"filename*0=", b"FILENAME="):
             answer = await post(api, form(b"%ED%A0%80+2AA-", disposition=disposition))
             assert answer.status_code in (200, 400), answer.text
-        assert on_disk(tmp_path) == await known(api)
+        assert on_disk(tmp_path) == await listed_file_ids(api)
 
 
 REFUSED = {
@@ -100,7 +100,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_form_that_is_refused_leaves_nothing(tmp_path: Path, name: str) -> None:
+async def test_rejected_upload_form_leaves_no_file_on_disk(tmp_path: Path, name: str) -> None:
     async with keeping(tmp_path) as api:
         answer = await post(api, REFUSED[name])
         assert answer.status_code == 400, answer.text
@@ -108,19 +108,19 @@ async def test_a_form_that_is_refused_leaves_nothing(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("kind", ["multipart/form-data", "multipart/form-data; boundary=", "multipart/form-data; b=c"])
-async def test_a_type_without_a_boundary_is_refused(tmp_path: Path, kind: str) -> None:
+async def test_multipart_content_type_without_boundary_is_rejected(tmp_path: Path, kind: str) -> None:
     async with keeping(tmp_path) as api:
         assert (await post(api, form(b"a"), kind)).status_code == 400
 
 
-async def test_names_are_kept_as_they_are(tmp_path: Path) -> None:
+async def test_upload_keeps_non_ascii_filenames(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         for name, expected in ((b"caf\xe9.jsonl", "café.jsonl"), ("日本.jsonl".encode(), "日本.jsonl"), (b"", "file")):
             kind = "multipart/form-data; boundary=b; charset=iso-8859-1"
             assert (await post(api, form(name), kind)).json()["filename"] == expected
 
 
-async def test_whatever_fails_behind_the_content_leaves_nothing(tmp_path: Path) -> None:
+async def test_upload_leaves_no_file_when_database_insert_fails(tmp_path: Path) -> None:
     """The database rejects the row, as it did for the name."""
     async with keeping(tmp_path) as api:
         with sqlite3.connect(tmp_path / "responses.sqlite3") as database:
@@ -131,7 +131,7 @@ async def test_whatever_fails_behind_the_content_leaves_nothing(tmp_path: Path) 
         with sqlite3.connect(tmp_path / "responses.sqlite3") as database:
             database.execute("drop trigger no")
         assert (await post(api, form(b"a"))).status_code == 200
-        assert on_disk(tmp_path) == await known(api)
+        assert on_disk(tmp_path) == await listed_file_ids(api)
 
 
 async def pieces(body: bytes) -> AsyncIterator[bytes]:
@@ -141,7 +141,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_uploads_at_the_same_time_stay_below_the_limit(tmp_path: Path, announced: bool) -> None:
+async def test_concurrent_uploads_stay_below_max_stored_size(tmp_path: Path, announced: bool) -> None:
     """With a Content-Length, or in chunks."""
     async with keeping(tmp_path, max_stored_size=5 / 1024) as api:
         body = form(b"a", b"x" * 2 * MIB)
@@ -156,24 +156,24 @@ async def test_uploads_at_the_same_time_stay_below_the_limit(tmp_path: Path, ann
         assert statuses.count(200) <= 2
         assert not announced or statuses.count(200) == 2
         assert sum(path.stat().st_size for path in (tmp_path / "files").iterdir()) <= 5 * MIB
-        for id in await known(api):
+        for id in await listed_file_ids(api):
             await api.openai.files.delete(id)
         assert [await one() for _ in range(3)] == [200, 200, 413], "room that nobody needs any more is there again"
 
 
-def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
+def test_reserved_bytes_belong_to_process_until_exit(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, 10_000)
-    asked = remote_data_dir(tmp_path, partial(serve_data_dir_call, data))
-    assert asked.files.try_reserve_bytes("", "one", 6000, "0.1")
-    assert not asked.files.try_reserve_bytes("", "two", 6000, "0.2")
-    assert asked.files.try_reserve_bytes("", "one", 7000, "0.1"), "its own room is no other's"
-    assert not asked.files.try_reserve_bytes("", "one", 12_000, "0.1")
-    assert not asked.files.try_reserve_bytes("", "two", 3000, "0.2"), "a refusal gives nothing back"
+    remote = remote_data_dir(tmp_path, partial(serve_data_dir_call, data))
+    assert remote.files.try_reserve_bytes("", "one", 6000, "0.1")
+    assert not remote.files.try_reserve_bytes("", "two", 6000, "0.2")
+    assert remote.files.try_reserve_bytes("", "one", 7000, "0.1"), "its own room is no other's"
+    assert not remote.files.try_reserve_bytes("", "one", 12_000, "0.1")
+    assert not remote.files.try_reserve_bytes("", "two", 3000, "0.2"), "a refusal gives nothing back"
     data.processes.remove_process("0.1")
-    assert asked.files.try_reserve_bytes("", "two", 6000, "0.2")
-    asked.files.release("two")
-    assert asked.files.try_reserve_bytes("", "three", 9000, "0.1")
-    asked.files.release("three")
+    assert remote.files.try_reserve_bytes("", "two", 6000, "0.2")
+    remote.files.release("two")
+    assert remote.files.try_reserve_bytes("", "three", 9000, "0.1")
+    remote.files.release("three")
     # A key that holds bytes gets more only while as much is left for others.
     assert data.files.try_reserve_bytes("a", "one", 4000, "0.1")
     assert not data.files.try_reserve_bytes("a", "two", 4000, "0.1")
@@ -181,7 +181,7 @@ def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
     data.close()
 
 
-def test_a_file_whose_room_was_forgotten_is_counted_again(tmp_path: Path) -> None:
+def test_file_whose_reservation_was_lost_is_counted_again(tmp_path: Path) -> None:
     """The process that owns the data was replaced during the upload."""
     data = open_data_dir(tmp_path, 10_000)
     file = new_file("in.jsonl", "batch", 6000, keep_seconds=None)

@@ -18,7 +18,7 @@ END = b"\x03\x00" + 8 * b"\x00"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_steps_that_give_nothing_end(layers: int) -> None:
+def test_body_decoder_yields_for_empty_deflate_blocks(layers: int) -> None:
     blocks = 1 << 18
     body = HEAD + EMPTY_BLOCK * blocks + END
     for _ in range(layers - 1):
@@ -28,7 +28,7 @@ def test_steps_that_give_nothing_end(layers: int) -> None:
     assert len(parts) >= blocks * len(EMPTY_BLOCK) >> 14
 
 
-async def test_the_event_loop_goes_on_while_a_body_is_decoded() -> None:
+async def test_event_loop_runs_while_body_is_decoded_in_thread() -> None:
     turn = threading.Event()
 
     def parts() -> Iterator[bytes]:
@@ -41,7 +41,7 @@ async def test_the_event_loop_goes_on_while_a_body_is_decoded() -> None:
     assert [part async for part in iter_parts_in_thread(parts())] == [b"a", b"b"]
 
 
-async def test_what_a_thread_raises_is_the_sender_s() -> None:
+async def test_error_in_decoding_thread_reaches_caller() -> None:
     def parts() -> Iterator[bytes]:
         yield b"a"
         raise ValueError("wrong")
@@ -50,7 +50,7 @@ async def test_what_a_thread_raises_is_the_sender_s() -> None:
         [part async for part in iter_parts_in_thread(parts())]
 
 
-def test_members_that_hold_for_each_other_s_properties_count() -> None:
+def test_close_objects_bounds_work_for_many_all_of_members() -> None:
     """220 KB of such members took 19 s, of the event loop if a grammar had to be relaxed."""
     members = [{"properties": {f"p{number}": {}}, "additionalProperties": {"type": "string"}} for number in range(60)]
     schema = {"type": "object", "properties": {"a": {"allOf": members}}}

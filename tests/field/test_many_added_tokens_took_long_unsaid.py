@@ -15,7 +15,7 @@ TOKEN = json.dumps({"id": 5, "content": "a", "single_word": False, "special": Fa
 
 
 @pytest.mark.parametrize(("count", "warns"), [(ADDED_TOKENS_WARNING_THRESHOLD, True), (1000, False)])
-def test_the_log_says_how_long_it_takes(caplog: pytest.LogCaptureFixture, count: int, warns: bool) -> None:
+def test_log_warns_before_loading_many_added_tokens(caplog: pytest.LogCaptureFixture, count: int, warns: bool) -> None:
     content = b'{"added_tokens": [%s]}' % b",".join([TOKEN] * count)
     with caplog.at_level(logging.WARNING, "quire.engine"):
         warn_if_added_tokens_load_slowly(content, "tokenizer.json")

@@ -26,7 +26,7 @@ def tenant(name: str) -> Tenant:
     return Tenant(name, name.encode(), RateLimits(None, None))
 
 
-async def waiting(pool: pools.WorkerPool, name: str, count: int) -> list[asyncio.Task[Any]]:
+async def start_jobs(pool: pools.WorkerPool, name: str, count: int) -> list[asyncio.Task[Any]]:
     """Start jobs of a tenant that sleep or wait for a worker."""
     limits = pools.JobLimits(cpu_seconds=5, memory_bytes=pools.WORKER_MEMORY_BYTES)
     wrong = pools.InvalidRequest("too much")
@@ -41,26 +41,28 @@ def num_refused(tasks: list[asyncio.Task[Any]]) -> int:
 
 
 @pytest.mark.parametrize(("crowd", "room"), [("a", 6), ("", 12)])
-async def test_the_workers_queue_has_shares(monkeypatch: pytest.MonkeyPatch, crowd: str, room: int) -> None:
+async def test_worker_pool_queue_limits_share_of_each_key(
+    monkeypatch: pytest.MonkeyPatch, crowd: str, room: int
+) -> None:
     """Without keys all callers count as one."""
     monkeypatch.setattr(pools, "MAX_WAITING_JOBS", 12)
     async with open_pool() as pool:
-        first = await waiting(pool, crowd, 40)
+        first = await start_jobs(pool, crowd, 40)
         assert num_refused(first) == 40 - room - pool.max_workers
-        others = [await waiting(pool, name, 2) for name in ("b", "c")] if crowd else []
+        others = [await start_jobs(pool, name, 2) for name in ("b", "c")] if crowd else []
         assert not any(map(num_refused, others))
         every = [*first, *(each for some in others for each in some)]
         for each in every:
             each.cancel()
         await asyncio.gather(*every, return_exceptions=True)
-        again = await waiting(pool, crowd, 5 + pool.max_workers)
+        again = await start_jobs(pool, crowd, 5 + pool.max_workers)
         assert num_refused(again) == 0, "who has left takes no place"
         for each in again:
             each.cancel()
         await asyncio.gather(*again, return_exceptions=True)
 
 
-def test_the_queue_of_prompt_tokens_has_shares() -> None:
+def test_admission_limits_each_keys_share_of_queued_prompt_tokens() -> None:
     """A key whose prompts take half of the queue gets no more, and other keys do."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     config = ServerConfig(max_num_seqs=2, max_queued_tokens=1000)
@@ -80,7 +82,7 @@ def test_the_queue_of_prompt_tokens_has_shares() -> None:
         admit("b", 200)
 
 
-async def test_turns_go_to_who_has_the_fewest() -> None:
+async def test_fair_semaphore_serves_owner_with_fewest_slots_first() -> None:
     turns, order = FairSemaphore(1), list[str]()
 
     async def job(owner: str) -> None:
@@ -99,7 +101,7 @@ async def test_turns_go_to_who_has_the_fewest() -> None:
     assert Counter(order) == {"a": 50, "b": 1}
 
 
-async def test_turns_that_take_long_are_left_to_others() -> None:
+async def test_fair_semaphore_reserves_half_of_slots_for_other_owners() -> None:
     turns = FairSemaphore(8, reserves_for_others=True)
     crowd = [asyncio.create_task(turns.acquire_slot("a")) for _ in range(20)]
     await asyncio.sleep(0)
@@ -114,7 +116,7 @@ async def test_turns_that_take_long_are_left_to_others() -> None:
     await asyncio.wait_for(asyncio.gather(*(everybody.acquire_slot("") for _ in range(8))), 1)
 
 
-async def test_who_gives_up_a_turn_leaves_it_to_the_next() -> None:
+async def test_fair_semaphore_passes_slot_of_cancelled_waiter_to_next() -> None:
     turns = FairSemaphore(1)
     await turns.acquire_slot("a")
     leaving, staying = asyncio.create_task(turns.acquire_slot("b")), asyncio.create_task(turns.acquire_slot("c"))

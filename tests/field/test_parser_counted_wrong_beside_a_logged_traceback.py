@@ -15,7 +15,7 @@ import pytest
 from tests.server.formats.test_tools import CALLS, TWO_CALLS, named, read
 
 
-def test_a_call_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pythonic_tool_call_is_parsed_after_ast_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
     parse, failures = ast.parse, [SystemError("AST constructor recursion depth mismatch (before=156, after=208)")]
 
     def disturbed(*args: Any, **named: Any) -> ast.AST:

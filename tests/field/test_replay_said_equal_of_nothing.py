@@ -21,9 +21,9 @@ from quire.server.cli.replay import escape_unprintable
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM(threads=1)
-    yield made
-    made.close()
+    engine = LLM(threads=1)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def with_params(receipt: Any, **fields: Any) -> Any:
     return receipt | {"params": receipt["params"] | fields}
 
 
-def test_an_answer_without_tokens_is_refused(llm: LLM, receipt: Any) -> None:
+def test_replay_refuses_receipt_without_tokens(llm: LLM, receipt: Any) -> None:
     assert llm.replay(receipt).outcome == "equal"
     empty = with_choice(receipt, token_ids=[], versions=[], logprobs=[])
     for each in (receipt | {"choices": []}, empty, with_choice(empty, versions=[["1", 0]])):
@@ -51,7 +51,7 @@ def test_an_answer_without_tokens_is_refused(llm: LLM, receipt: Any) -> None:
         assert "nothing was compared" in verdict.what
 
 
-def test_what_would_leave_tokens_out_is_no_receipt(receipt: Any) -> None:
+def test_receipt_with_missing_versions_or_logprobs_is_invalid(receipt: Any) -> None:
     (choice,) = receipt["choices"]
     for fields in (
         {"versions": [["1", 5], ["1", -1]]},
@@ -65,7 +65,7 @@ def test_what_would_leave_tokens_out_is_no_receipt(receipt: Any) -> None:
 
 
 @pytest.mark.parametrize("outside", [-1, 10**6, 2**31, 2**40])
-def test_ids_outside_the_vocabulary_refuse_their_receipt_alone(llm: LLM, receipt: Any, outside: int) -> None:
+def test_replay_refuses_receipt_with_ids_outside_vocabulary(llm: LLM, receipt: Any, outside: int) -> None:
     ids = receipt["choices"][0]["token_ids"]
     wrong = [
         receipt | {"prompts": [{"ids": [outside, *receipt["prompts"][0]["ids"]]}]},
@@ -85,7 +85,7 @@ def test_ids_outside_the_vocabulary_refuse_their_receipt_alone(llm: LLM, receipt
     assert llm.replay(receipt).outcome == "equal"
 
 
-def test_what_no_engine_could_take_refuses_its_receipt(llm: LLM, receipt: Any) -> None:
+def test_replay_refuses_receipt_with_invalid_seed_prompt_or_images(llm: LLM, receipt: Any) -> None:
     for each in (
         with_choice(receipt, seed=2**63),
         with_choice(receipt, seed=-1),
@@ -97,20 +97,22 @@ def test_what_no_engine_could_take_refuses_its_receipt(llm: LLM, receipt: Any) -
     assert llm.replay(receipt).outcome == "equal"
 
 
-def test_control_characters_are_printed_as_escapes() -> None:
+def test_escape_unprintable_escapes_control_characters() -> None:
     wild = "a\x1b[2J\r\n\x00\x7f\x9b\u202eb\u2028c\ud800é日"
     assert escape_unprintable(wild) == "a\\x1b[2J\\r\\n\\x00\\x7f\\x9b\\u202eb\\u2028c\\ud800é日"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_the_command(receipt: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_replay_command_prints_no_control_characters_and_fails_on_refusal(
+    receipt: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
     wild = receipt | {"id": "a\x1b[2J\x9b\u202e"}
     lines = [with_choice(wild, token_ids=[], versions=[], logprobs=[]), with_choice(wild, token_ids=[10**6] * 4), wild]
-    for kept, status in ((lines, 1), (lines[:1], 1), (lines[2:], 0)):
+    for receipts, status in ((lines, 1), (lines[:1], 1), (lines[2:], 0)):
         file = tmp_path / "receipts"
-        file.write_text("".join(json.dumps(each) + "\n" for each in kept))
+        file.write_text("".join(json.dumps(each) + "\n" for each in receipts))
         assert cli.main(["replay", str(file), "--threads", "1", *flags]) == status
         shown = capfd.readouterr().out
         assert all(each.isprintable() or each == "\n" for each in shown)
-        assert ("equal" in shown) == (len(kept) != 1 or status == 0 or not flags)
+        assert ("equal" in shown) == (len(receipts) != 1 or status == 0 or not flags)

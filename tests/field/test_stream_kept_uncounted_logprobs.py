@@ -29,7 +29,9 @@ def last_event(text: str) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_too_many_of_a_call_are_refused_in_either_form(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+async def test_response_with_too_many_logprobs_fails_streamed_or_whole(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     async with open_api(FakeEngine(LETTERS)) as api:
         monkeypatch.setattr(output_parts, "MAX_LOGPROBS", 100)
         answer = await api.http.post("/v1/responses", json=BODY | {"stream": stream})
@@ -42,7 +44,7 @@ async def test_too_many_of_a_call_are_refused_in_either_form(monkeypatch: pytest
         assert "log probabilities" not in answer.text, "what has ended is counted no more"
 
 
-async def test_a_stream_that_does_not_repeat_them_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chat_stream_logprobs_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_api(FakeEngine(LETTERS)) as api:
         monkeypatch.setattr(output_parts, "MAX_LOGPROBS", 100)
         messages = [{"role": "user", "content": "Hi"}]
@@ -50,7 +52,7 @@ async def test_a_stream_that_does_not_repeat_them_is_not_counted(monkeypatch: py
         assert len(await api.events("/v1/chat/completions", body)) > 40
 
 
-async def test_all_streams_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logprobs_of_all_response_streams_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_api(FakeEngine(LETTERS, step_seconds=0.002)) as api:
         monkeypatch.setattr(output_parts, "MAX_LOGPROBS_IN_ALL", 400)
         posts = (api.http.post("/v1/responses", json=BODY | {"stream": True}) for _ in range(6))

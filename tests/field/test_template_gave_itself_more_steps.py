@@ -25,19 +25,19 @@ CHEATS = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHEATS)
-def test_no_name_leads_to_the_count(name: str) -> None:
+def test_template_cannot_reach_step_budget_by_name(name: str) -> None:
     with pytest.raises(ModelError, match="steps"):
         ChatRenderer({"default": CHEATS[name] + LOOP}, {})
 
 
-def test_nor_does_a_variable_of_a_request() -> None:
+def test_request_variables_cannot_reset_step_budget() -> None:
     renderer = ChatRenderer({"default": "{% if go is defined %}" + LOOP + "{% endif %}"}, {})
     names = dict.fromkeys((*NAMES, "go"), 10**12)
     with pytest.raises(InvalidRequest, match="steps"):
         renderer.render([{"role": "user", "content": "a"}], variables=names)
 
 
-def test_names_that_the_count_had_are_the_templates_own() -> None:
+def test_template_may_use_budget_names_as_variables() -> None:
     template = "{% set _quire_bounded = 'a' %}{% for m in messages %}{{ _quire_bounded ~ m.content }}{% endfor %}"
     assert ChatRenderer({"default": template}, {}).render([{"role": "user", "content": "b"}]) == "ab"
 
@@ -54,12 +54,12 @@ LONG = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_body_costs_more_each_time(name: str) -> None:
+def test_long_template_bodies_exhaust_step_budget(name: str) -> None:
     with pytest.raises(ModelError, match="steps"):
         ChatRenderer({"default": LONG[name]}, {})
 
 
-def test_the_count_begins_anew_with_each_rendering() -> None:
+def test_step_budget_restarts_with_each_rendering() -> None:
     environment = BoundedEnvironment({})
     template = environment.from_string("{% for a in range(99999) %}{% endfor %}" * 15)
     assert [environment.render_template(template, {}) for _ in range(3)] == ["", "", ""]

@@ -57,7 +57,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("key", [b"secret", b"wrong"])
-async def test_what_is_no_body_is_bounded_in_each_phase(port: Port, name: str, key: bytes) -> None:
+async def test_endless_chunk_framing_is_rejected_within_bounds(port: Port, name: str, key: bytes) -> None:
     """Also if the application has answered long before, as it does for a wrong key."""
     sent = 0
 
@@ -83,7 +83,7 @@ async def test_what_is_no_body_is_bounded_in_each_phase(port: Port, name: str, k
 
 
 @pytest.mark.parametrize("count", [1, 20])
-async def test_trailers_are_dropped(port: Port, count: int) -> None:
+async def test_trailers_are_ignored_and_not_used_as_headers(port: Port, count: int) -> None:
     """A trailer is not a header: it gives no key."""
     close = b"Connection: close\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + close
@@ -94,7 +94,7 @@ async def test_trailers_are_dropped(port: Port, count: int) -> None:
     assert statuses(await port.send(keyless)) == [401, 200]
 
 
-async def test_headers_are_counted(port: Port) -> None:
+async def test_request_with_too_many_headers_is_rejected_with_431(port: Port) -> None:
     get = b"GET /health HTTP/1.1\r\nConnection: close\r\n"
     assert statuses(await port.send(get + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n")) == [200]
     answer = await port.send(get + b"a: b\r\n" * MAX_HEADERS + b"\r\n")
@@ -104,7 +104,7 @@ async def test_headers_are_counted(port: Port) -> None:
     assert statuses(await port.send(head() + CHUNK + b"0\r\n" + trailers + b"\r\n"))[0] in (200, 431)
 
 
-async def test_small_chunks_of_a_large_body_are_no_attack(port: Port) -> None:
+async def test_large_body_in_small_chunks_is_accepted(port: Port) -> None:
     """A client that writes JSON incrementally sends a chunk for each part."""
     body = b'{"prompt": "a", "max_tokens": 2' + b" " * 900_000 + b"}"
     chunks = b"".join(b"18\r\n%s\r\n" % body[at : at + 24].ljust(24) for at in range(0, len(body), 24))
@@ -113,7 +113,7 @@ async def test_small_chunks_of_a_large_body_are_no_attack(port: Port) -> None:
 
 
 @pytest.mark.parametrize("ends", ["closes", "resets"])
-async def test_a_closed_connection_is_freed_at_once(port: Port, ends: str) -> None:
+async def test_closed_connection_is_freed_without_garbage_collection(port: Port, ends: str) -> None:
     """Not only when the garbage collector finds reference cycles."""
     gc.collect()
     gc.disable()
@@ -135,7 +135,7 @@ async def test_a_closed_connection_is_freed_at_once(port: Port, ends: str) -> No
         gc.enable()
 
 
-async def test_what_is_wrong_with_a_body_is_told_after_the_answers_before_it(port: Port) -> None:
+async def test_error_of_pipelined_request_follows_earlier_response(port: Port) -> None:
     """The error once came in the middle of another request's response, and clients would read it as part of that."""
     stream = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
     long = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: %d\r\n\r\n"
@@ -144,7 +144,7 @@ async def test_what_is_wrong_with_a_body_is_told_after_the_answers_before_it(por
     assert b"data: [DONE]\n\n\r\n0\r\n\r\nHTTP/1.1 431" in answer
 
 
-async def test_who_leaves_with_requests_waiting_ends_the_one_that_is_answered() -> None:
+async def test_disconnect_with_pipelined_requests_aborts_running_request() -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     async with serving(engine) as port:
         body = json.dumps({"prompt": "a", "max_tokens": 90_000, "ignore_eos": True, "stream": True}).encode()

@@ -56,12 +56,12 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("host", OWN)
-def test_this_machines_names(host: str) -> None:
+def test_is_local_or_private_host_accepts_local_names(host: str) -> None:
     assert is_local_or_private_host(host)
 
 
 @pytest.mark.parametrize("host", OTHERS)
-def test_names_of_others(host: str) -> None:
+def test_is_local_or_private_host_rejects_public_names(host: str) -> None:
     assert not is_local_or_private_host(host)
 
 
@@ -84,12 +84,12 @@ PATHS = ("/", "/web/index.html", "/health", "/metrics", "/v1/files", "/v1/models
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_path_answers_another_name(port: Port, path: str) -> None:
+async def test_every_path_rejects_public_host_header(port: Port, path: str) -> None:
     assert status(await get(port, "evil.example:8000", path=path)) == 403
     assert status(await get(port, "localhost:8000", path=path)) != 403
 
 
-async def test_what_the_header_may_be(port: Port) -> None:
+async def test_host_header_is_checked_when_missing_repeated_or_forwarded(port: Port) -> None:
     assert status(await get(port, version="1.0")) == 200, "programs send none; browsers always do"
     assert status(await get(port)) == 200
     assert status(await get(port, "localhost", "evil.example")) == 403
@@ -99,7 +99,7 @@ async def test_what_the_header_may_be(port: Port) -> None:
     assert status(await get(port, "évil.example")) == 403
 
 
-async def test_the_host_of_an_absolute_target_counts(port: Port) -> None:
+async def test_host_of_absolute_request_target_is_checked(port: Port) -> None:
     """It replaces the Host header (RFC 9112, 3.2.2)."""
     for target in (
         "http://evil.example/v1/models",
@@ -111,7 +111,7 @@ async def test_the_host_of_an_absolute_target_counts(port: Port) -> None:
     assert status(await get(port, "evil.example", path="http://[::1]:8000/v1/models")) == 200
 
 
-async def test_the_refusal_says_what_to_do(port: Port) -> None:
+async def test_host_not_allowed_error_names_flags_and_is_short(port: Port) -> None:
     answer = await get(port, "evil.example:8000")
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert error["code"] == "host_not_allowed"
@@ -121,7 +121,7 @@ async def test_the_refusal_says_what_to_do(port: Port) -> None:
     assert len(long) < 2000
 
 
-async def test_a_page_can_neither_list_nor_delete_nor_upload_nor_chat(port: Port) -> None:
+async def test_foreign_host_is_rejected_for_every_method(port: Port) -> None:
     body = b'{"prompt": "a"}'
     for line in (b"POST /v1/completions", b"POST /v1/files", b"DELETE /v1/files/file-1", b"OPTIONS /v1/files"):
         head = b"%s HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
@@ -147,12 +147,12 @@ REFUSED = (
 @pytest.mark.parametrize(
     ("names", "host", "expected"), [*((*each, 200) for each in ALLOWED), *((*each, 403) for each in REFUSED)]
 )
-async def test_allowed_hosts(names: list[str], host: str, expected: int) -> None:
+async def test_allowed_hosts_flag_matches_names_and_wildcards(names: list[str], host: str, expected: int) -> None:
     async with serving(FakeEngine(LETTERS), allowed_hosts=names) as port:
         assert status(await get(port, host)) == expected
 
 
-async def test_with_keys_any_name_may_be_asked() -> None:
+async def test_any_host_is_allowed_with_api_keys() -> None:
     """A proxy on the same machine passes a public name on; a web page has no key."""
     async with serving(FakeEngine(LETTERS), api_key=["secret"]) as port:
         assert status(await get(port, "evil.example")) == 401
@@ -161,7 +161,7 @@ async def test_with_keys_any_name_may_be_asked() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 @pytest.mark.parametrize("host", ["quire:8000", "quire.example.com", "10.2.3.4:8000", "my-service.my-namespace.svc"])
-def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
+def test_any_host_is_allowed_when_bound_to_all_addresses(address: str, host: str) -> None:
     """As in containers, whose callers use names of Compose and Kubernetes."""
     hosts = AllowedHosts(ServerConfig())
     with bind_tcp_socket(address, 0) as listener:
@@ -181,7 +181,7 @@ def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
         ("0.0.0.0", {"admin_api_key": ["secret"]}, False),
     ],
 )
-def test_the_start_warns_where_others_reach_a_server_without_keys(
+def test_start_warns_when_public_server_has_no_api_keys(
     caplog: pytest.LogCaptureFixture, address: str, options: dict[str, Any], warns: bool
 ) -> None:
     with bind_tcp_socket(address, 0) as listener:
@@ -192,12 +192,12 @@ def test_the_start_warns_where_others_reach_a_server_without_keys(
 @pytest.mark.parametrize(
     "name", ["http://example.com", "example.com:8000", "a b", "", "*example.com", "user@example.com"]
 )
-def test_what_is_no_name_cannot_be_allowed(name: str) -> None:
+def test_invalid_allowed_hosts_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
         AllowedHosts(ServerConfig(allowed_hosts=[name]))
 
 
-async def test_the_log_names_the_flag_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_host_rejection_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(FakeEngine(LETTERS)) as port:
         with caplog.at_level(logging.WARNING, "quire.server"):
             for _ in range(3):

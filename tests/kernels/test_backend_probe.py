@@ -31,7 +31,7 @@ PROBE = PagedAttentionProbe(CPU, torch.bfloat16, 8, 2, 64)
 EMPTY_OF_KERNELS = "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might be"
 
 
-class Faulty(FakeFlashAttn):
+class FaultyFlashAttn(FakeFlashAttn):
     """A flash-attn whose functions change what they return."""
 
     def __init__(self, prompt: Any = None, decode: Any = None) -> None:
@@ -49,17 +49,17 @@ class Faulty(FakeFlashAttn):
         return out if change is None else change(out)
 
 
-def refuse(out: Tensor) -> Tensor:
+def raise_no_kernel_image(out: Tensor) -> Tensor:
     raise RuntimeError(EMPTY_OF_KERNELS)
 
 
-def wait(out: Tensor) -> Tensor:
+def sync_with_host(out: Tensor) -> Tensor:
     """flash-attn after 2.8.3 reads the longest context on the host."""
     out.float().max().item()
     return out
 
 
-def unwritten(out: Tensor) -> Tensor:
+def leave_rows_unwritten(out: Tensor) -> Tensor:
     """PyTorch leaves the rows after the first unwritten when it splits paged keys."""
     out[1:] = torch.nan
     return out
@@ -67,10 +67,10 @@ def unwritten(out: Tensor) -> Tensor:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    return made(monkeypatch, FakeFlashAttn())
+    return make_flash_backend(monkeypatch, FakeFlashAttn())
 
 
-def made(monkeypatch: pytest.MonkeyPatch, library: FakeFlashAttn) -> Backend:
+def make_flash_backend(monkeypatch: pytest.MonkeyPatch, library: FakeFlashAttn) -> Backend:
     install_flash(monkeypatch, library)
     return Flash2Backend()
 
@@ -79,7 +79,7 @@ def made(monkeypatch: pytest.MonkeyPatch, library: FakeFlashAttn) -> Backend:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(8, 2, 64), (3, 3, 128), (4, 1, 256), (9, 3, 96)], ids=str)
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_a_backend_that_computes_passes(
+def test_probe_passes_correct_backend(
     backend: Backend, dtype: torch.dtype, shape: tuple[int, int, int], softcap: float | None
 ) -> None:
     probe = PagedAttentionProbe(CPU, dtype, *shape, softcap, FakeCapture())
@@ -87,14 +87,14 @@ def test_a_backend_that_computes_passes(
     assert PagedAttentionProbe(CPU, dtype, *shape, softcap)(ReferenceBackend()) is None
 
 
-class Misscaled(ReferenceBackend):
+class MisscaledBackend(ReferenceBackend):
     """Its scores are 3 % too large."""
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
         return super().paged_attention(q * 1.03, k_cache, v_cache, metadata, softmax)
 
 
-class MixedUp(ReferenceBackend):
+class MixedUpBackend(ReferenceBackend):
     """Computes a decode that is batched with a prefill chunk as if it were the chunk's first token."""
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
@@ -108,14 +108,16 @@ class MixedUp(ReferenceBackend):
 @pytest.mark.parametrize("shape", [(8, 2, 64), (7, 1, 128), (9, 3, 96)], ids=str)
 @pytest.mark.parametrize(
     ("wrong", "kind"),
-    [(Misscaled, "a prompt"), (MixedUp, "a decode batched with a chunk of a prompt")],
+    [(MisscaledBackend, "a prompt"), (MixedUpBackend, "a decode batched with a chunk of a prompt")],
     ids=["scale", "mixed"],
 )
-def test_a_small_mistake_is_noticed(wrong: type[ReferenceBackend], kind: str, shape: tuple[int, int, int]) -> None:
+def test_probe_detects_small_attention_error(
+    wrong: type[ReferenceBackend], kind: str, shape: tuple[int, int, int]
+) -> None:
     assert PagedAttentionProbe(CPU, torch.bfloat16, *shape)(wrong()) == f"differs from the reference for {kind}"
 
 
-def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_passes_torch_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     install_varlen(monkeypatch, fake_varlen_attn)
     assert PROBE(TorchVarlenBackend()) is None
 
@@ -123,64 +125,69 @@ def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("prompt", "decode", "reason"),
     [
-        (refuse, None, "was not built for this GPU (CUDA error: no kernel image is available"),
-        (None, refuse, "was not built for this GPU (CUDA error: no kernel image is available"),
-        (unwritten, None, "differs from the reference for a prompt"),
+        (raise_no_kernel_image, None, "was not built for this GPU (CUDA error: no kernel image is available"),
+        (None, raise_no_kernel_image, "was not built for this GPU (CUDA error: no kernel image is available"),
+        (leave_rows_unwritten, None, "differs from the reference for a prompt"),
         (torch.zeros_like, None, "differs from the reference for a prompt"),
-        (None, unwritten, "differs from the reference for a decode"),
+        (None, leave_rows_unwritten, "differs from the reference for a decode"),
         (None, lambda out: out.roll(1, 2), "differs from the reference for a decode"),
     ],
 )
-def test_what_fails(prompt: Any, decode: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = PROBE(made(monkeypatch, Faulty(prompt, decode)))
-    assert said is not None
-    assert said.startswith(reason)
-    assert "\n" not in said
+def test_probe_returns_failure_reason_in_one_line(
+    prompt: Any, decode: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = PROBE(make_flash_backend(monkeypatch, FaultyFlashAttn(prompt, decode)))
+    assert failure is not None
+    assert failure.startswith(reason)
+    assert "\n" not in failure
 
 
-def test_a_library_that_was_built_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_probe_fails_library_built_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unwindowed(FakeFlashAttn):
         def flash_attn_varlen_func(self, *args: Any, **kwargs: Any) -> Tensor:
             if kwargs["window_size"] != (-1, -1):
                 raise RuntimeError("This flash attention build does not support local attention.")
             return super().flash_attn_varlen_func(*args, **kwargs)
 
-    backend = made(monkeypatch, Unwindowed())
+    backend = make_flash_backend(monkeypatch, Unwindowed())
     assert PROBE(backend) is None
-    said = replace(PROBE, has_windows=True)(backend)
-    assert said == "RuntimeError: This flash attention build does not support local attention."
-    assert replace(PROBE, has_windows=True, capture=FakeCapture())(made(monkeypatch, FakeFlashAttn())) is None
+    failure = replace(PROBE, has_windows=True)(backend)
+    assert failure == "RuntimeError: This flash attention build does not support local attention."
+    assert (
+        replace(PROBE, has_windows=True, capture=FakeCapture())(make_flash_backend(monkeypatch, FakeFlashAttn()))
+        is None
+    )
 
 
-def test_a_decode_that_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = made(monkeypatch, Faulty(decode=wait))
+def test_probe_reports_decode_that_cuda_graph_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = make_flash_backend(monkeypatch, FaultyFlashAttn(decode=sync_with_host))
     assert PROBE(waiting) is None
-    said = replace(PROBE, capture=FakeCapture())(waiting)
-    assert said is not None
-    assert said.startswith("a CUDA graph cannot hold its decodes; --enforce-eager does without (")
+    failure = replace(PROBE, capture=FakeCapture())(waiting)
+    assert failure is not None
+    assert failure.startswith("a CUDA graph cannot hold its decodes; --enforce-eager does without (")
 
 
-def test_parts_of_prompts_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_graph_probe_detects_capture_and_replay_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is captured for other sequences than those of the replay."""
     probe = replace(PROBE, capture=FakeCapture(), only_prefill_graph=True)
-    assert probe(made(monkeypatch, FakeFlashAttn())) is None
-    said = probe(made(monkeypatch, Faulty(prompt=wait)))
-    assert said is not None
-    assert said.startswith("a CUDA graph cannot hold its parts of prompts; --enforce-eager does without (")
+    assert probe(make_flash_backend(monkeypatch, FakeFlashAttn())) is None
+    failure = probe(make_flash_backend(monkeypatch, FaultyFlashAttn(prompt=sync_with_host)))
+    assert failure is not None
+    assert failure.startswith("a CUDA graph cannot hold its parts of prompts; --enforce-eager does without (")
     otherwise = "differs from the reference in a CUDA graph; --enforce-eager does without"
-    assert probe(made(monkeypatch, Faulty(prompt=lambda out: out.roll(1, 0)))) == otherwise
-    assert replace(probe, capture=forgetful)(made(monkeypatch, FakeFlashAttn())) == otherwise
+    assert probe(make_flash_backend(monkeypatch, FaultyFlashAttn(prompt=lambda out: out.roll(1, 0)))) == otherwise
+    assert replace(probe, capture=capture_without_replay)(make_flash_backend(monkeypatch, FakeFlashAttn())) == otherwise
 
 
-def forgetful(function: Any) -> Any:
+def capture_without_replay(function: Any) -> Any:
     """Its replays never compute anything."""
     result = function()
     return lambda: None, result
 
 
-def test_the_choice_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Faulty(prompt=refuse)
-    made(monkeypatch, library)
+def test_selection_falls_back_and_names_probe_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FaultyFlashAttn(prompt=raise_no_kernel_image)
+    make_flash_backend(monkeypatch, library)
     install_varlen(monkeypatch, fake_varlen_attn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     device = torch.device("cuda")
@@ -191,9 +198,9 @@ def test_the_choice_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatc
         select_backend(device, torch.bfloat16, 64, "flash", trials=[PROBE])
 
 
-def test_without_any_graph_the_fastest_that_computes_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_picks_fastest_backend_when_no_graph_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a driver that captures nothing, the reference must not be chosen: its steps take a hundred times as long."""
-    made(monkeypatch, FakeFlashAttn())
+    make_flash_backend(monkeypatch, FakeFlashAttn())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def refused(function: Any) -> Any:
@@ -207,14 +214,14 @@ def test_without_any_graph_the_fastest_that_computes_is_chosen(monkeypatch: pyte
         select_backend(torch.device("cuda"), torch.bfloat16, 64, "flash", trials=trials)
 
 
-def test_where_nothing_computes_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    made(monkeypatch, FakeFlashAttn())
+def test_selection_raises_when_all_backends_fail_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_flash_backend(monkeypatch, FakeFlashAttn())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"nothing computes here; flash: lost; .*reference: lost"):
         select_backend(torch.device("cuda"), torch.bfloat16, 64, trials=[lambda backend: "lost"])
 
 
-def test_a_cpu_is_not_probed() -> None:
+def test_cpu_backend_is_not_probed() -> None:
     from quire.engine.common.config import EngineConfig
     from quire.engine.worker.device_plan import choose_trials
 
@@ -222,14 +229,14 @@ def test_a_cpu_is_not_probed() -> None:
 
 
 @pytest.mark.slow
-def test_a_state_space_of_granite_4_in_bfloat16() -> None:
+def test_recurrence_probe_passes_bfloat16_granite4_state_space() -> None:
     """One number of 33,792 was too far from the result of unrounded inputs, so that no backend passed on any GPU."""
     some = [torch.linspace(0.1, 1.0, size) for size in (48, 48, 48, 48 * 64)]
     rule = StateSpace(-some[0], *some[1:], 1e-6, 1, 128, 64)
     assert RecurrenceProbe(CPU, torch.bfloat16, rule, 64)(ReferenceBackend()) is None
 
 
-def build(monkeypatch: pytest.MonkeyPatch, folder: Path) -> BaseException:
+def triton_build_error(monkeypatch: pytest.MonkeyPatch, folder: Path) -> BaseException:
     """The error that Triton raises when it builds a launcher here."""
     triton_build = pytest.importorskip("triton.runtime.build", reason="there is no Triton for this platform")
     if hasattr(triton_build, "_find_compiler"):  # from 3.8 on Triton looks for one only once
@@ -241,22 +248,22 @@ def build(monkeypatch: pytest.MonkeyPatch, folder: Path) -> BaseException:
     return raised.value
 
 
-def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_triton_error_names_missing_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = describe_kernel_error(build(monkeypatch, tmp_path))
-    assert said.startswith("Triton needs a C compiler to start its kernels and finds none: install gcc")
+    message = describe_kernel_error(triton_build_error(monkeypatch, tmp_path))
+    assert message.startswith("Triton needs a C compiler to start its kernels and finds none: install gcc")
     monkeypatch.setenv("CC", "not-a-compiler")
-    said = describe_kernel_error(build(monkeypatch, tmp_path))
-    assert said == "Triton needs a C compiler, and 'not-a-compiler', which CC names, is not there"
+    message = describe_kernel_error(triton_build_error(monkeypatch, tmp_path))
+    assert message == "Triton needs a C compiler, and 'not-a-compiler', which CC names, is not there"
 
 
-def test_no_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_triton_error_names_missing_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\nexit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    error = build(monkeypatch, tmp_path)
+    error = triton_build_error(monkeypatch, tmp_path)
     monkeypatch.setattr(error_messages.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert describe_kernel_error(error).startswith(
         f"Triton compiles against Python.h, which is not in {tmp_path}: install"

@@ -58,32 +58,36 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [2, 8, 64, 80, 96, 128, 256])
-def test_head_dims(cpu: CpuBackend, dim: int, dtype: torch.dtype) -> None:
+def test_attention_of_head_dims_matches_reference(cpu: CpuBackend, dim: int, dtype: torch.dtype) -> None:
     check(cpu, MIX, 4, 2, dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
-def test_grouped_heads(cpu: CpuBackend, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_grouped_query_attention_matches_reference(
+    cpu: CpuBackend, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
     check(cpu, MIX[:6], heads, kv_heads, 32, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 260, 4096])
-def test_window_and_softcap(cpu: CpuBackend, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+def test_windowed_softcapped_attention_matches_reference(
+    cpu: CpuBackend, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
     check(cpu, (*MIX, (1030, 3)), 6, 2, 16, dtype, window=window, softcap=softcap)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 16, 37, 260])
-def test_chunks(cpu: CpuBackend, size: int, dtype: torch.dtype) -> None:
+def test_chunked_attention_matches_reference(cpu: CpuBackend, size: int, dtype: torch.dtype) -> None:
     check(cpu, (*MIX, (1030, 3), (530, 300)), 6, 2, 16, dtype, window=size, chunked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_contexts(cpu: CpuBackend, dtype: torch.dtype) -> None:
+def test_long_context_attention_matches_reference(cpu: CpuBackend, dtype: torch.dtype) -> None:
     check(cpu, ((2500, 1),), 2, 1, 64, dtype)
     check(cpu, ((1100, 700), (1030, 1)), 2, 1, 64, dtype)
 
@@ -95,7 +99,7 @@ WHOLE = ((1, 1), (17, 17), (40, 40), (256, 256), (300, 300), (530, 530))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("ahead", "window"), [(None, None), (16, 17), (270, 30), (1, None)])
-def test_keys_that_come_after(
+def test_lookahead_attention_matches_reference_and_ignores_batch(
     cpu: CpuBackend, ahead: int | None, window: int | None, biased: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     parts = [random_part(c, q, 6, 3, 32, dtype, generator) for c, q in WHOLE]
@@ -111,7 +115,9 @@ def test_keys_that_come_after(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 20, 300])
-def test_sinks(cpu: CpuBackend, window: int | None, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_attention_sinks_match_extra_softmax_column(
+    cpu: CpuBackend, window: int | None, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """The expected result is a softmax with one more column, which is then dropped."""
     parts = [random_part(c, q, 6, 2, 32, dtype, generator) for c, q in (*MIX, (1030, 3))]
     sinks = torch.tensor([-200.0, -1.0, 0.0, 1.0, 4.0, 200.0])
@@ -131,19 +137,19 @@ def test_sinks(cpu: CpuBackend, window: int | None, dtype: torch.dtype, generato
         assert torch.equal(attend(cpu, [part], window=window, sinks=sinks, seed=4)[0], mine)
 
 
-def test_large_scores(cpu: CpuBackend) -> None:
+def test_attention_with_large_scores_stays_finite(cpu: CpuBackend) -> None:
     """Scores are in the hundreds, where float32 itself is exact to about 1e-5."""
     check(cpu, MIX, 2, 1, 64, torch.float32, tolerance=2e-4, scale=20.0)
 
 
-def test_scores_far_below_zero(cpu: CpuBackend) -> None:
+def test_attention_with_very_negative_equal_scores_averages_values(cpu: CpuBackend) -> None:
     """The exponentials are relative to a tile's peak, not to 0."""
     q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
     v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
     assert torch.allclose(attend(cpu, [Part(q, k, v)])[0], torch.tensor(149.5))
 
 
-def test_pages_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_block_table_outside_cache_raises_index_error(cpu: CpuBackend, generator: torch.Generator) -> None:
     part = random_part(40, 1, 2, 1, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     metadata.block_table[0, 1] = k_cache.shape[0]
@@ -151,7 +157,7 @@ def test_pages_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.G
         cpu.paged_attention(part.q, k_cache, v_cache, metadata, AttentionParams(1.0))
 
 
-def test_other_dtypes_are_refused(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_float16_raises_type_error(cpu: CpuBackend, generator: torch.Generator) -> None:
     with pytest.raises(TypeError, match="float32, bfloat16 or 8 bits"):
         cpu.kv_cache_shape(4, 1, 16, torch.float16)
     part = random_part(4, 1, 2, 1, 16, torch.float32, generator)
@@ -160,7 +166,7 @@ def test_other_dtypes_are_refused(cpu: CpuBackend, generator: torch.Generator) -
         cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, AttentionParams(1.0))
 
 
-def test_strided_layers(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_strided_kv_cache_gives_same_bits_as_contiguous(cpu: CpuBackend, generator: torch.Generator) -> None:
     """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
     part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
     k_cache, v_cache, metadata = page(cpu, [part])

@@ -46,24 +46,24 @@ def drop_libraries(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_install_succeeds_and_says_so(tree: Path) -> None:
+def test_install_without_compiler_falls_back_to_reference_backend(tree: Path) -> None:
     drop_libraries(tree)
     done = build(tree, PATH="/nowhere", CXX="")
     assert done.returncode == 0, done.stderr
     assert "no C++ compiler" in done.stderr
     code = "from quire.kernels.cpu.backend import CpuBackend; print(CpuBackend().missing_reason)"
-    said = python(code, tree).stdout.strip()
-    assert "C++ compiler" in said
-    assert "\n" not in said
-    chosen = python(
+    reason = python(code, tree).stdout.strip()
+    assert "C++ compiler" in reason
+    assert "\n" not in reason
+    selection = python(
         "import torch; from quire.kernels.backend_selection import select_backend;"
         "backend, why = select_backend(torch.device('cpu'), torch.bfloat16, 64); print(backend.name, why)",
         tree,
     )
-    assert chosen.stdout.startswith("reference plain PyTorch")
+    assert selection.stdout.startswith("reference plain PyTorch")
 
 
-def test_a_compiler_that_fails_leaves_a_working_install(tree: Path) -> None:
+def test_install_succeeds_when_compiler_fails(tree: Path) -> None:
     drop_libraries(tree)
     done = build(tree, CXX="false")
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_a_compiler_that_fails_leaves_a_working_install(tree: Path) -> None:
 
 
 @needs_kernels
-def test_only_stale_libraries_are_built(tree: Path) -> None:
+def test_build_recompiles_only_stale_libraries(tree: Path) -> None:
     for library in (tree / "quire/kernels/cpu").glob("*.so"):
         library.touch()
     done = build(tree, CXX="false")
@@ -83,7 +83,7 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
 
 @pytest.mark.slow
 @needs_kernels
-def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
+def test_library_built_from_other_sources_is_not_loaded(tree: Path) -> None:
     code = "from quire.kernels.cpu.backend import CpuBackend; print(CpuBackend().missing_reason)"
     assert python(code, tree).stdout.startswith("None")
     with (tree / "quire/kernels/cpu/decoder/recorded.cpp").open("a") as source:
@@ -93,7 +93,7 @@ def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
 
 @needs_kernels
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
-def test_one_openmp_runtime_in_the_process() -> None:
+def test_process_loads_one_openmp_runtime() -> None:
     code = (
         "import re, torch; from quire.kernels.cpu.backend import CpuBackend; x = torch.ones(500, 2000);"
         "CpuBackend().rms_norm(x, x[0], 1e-5); x @ x.T;"
@@ -105,7 +105,7 @@ def test_one_openmp_runtime_in_the_process() -> None:
 
 @pytest.mark.slow
 @needs_kernels
-def test_the_environment_chooses_the_instruction_set() -> None:
+def test_quire_cpu_isa_selects_instruction_set() -> None:
     code = "from quire.kernels.cpu.backend import CpuBackend; print(CpuBackend().isa)"
     assert python(code, QUIRE_CPU_ISA="plain").stdout.strip() == native_library.ISAS["plain"]
     refused = python(code, QUIRE_CPU_ISA="mmx")
@@ -115,7 +115,7 @@ def test_the_environment_chooses_the_instruction_set() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+def test_kernels_run_clean_under_sanitizers(tmp_path: Path) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel (sanitize.cpp), with random shapes."""
     flags = {
         "plain": [],
@@ -172,7 +172,7 @@ def results(path: Path) -> list[torch.Tensor]:
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER} (package g++-aarch64-linux-gnu)")
 @pytest.mark.skipif(shutil.which(ARM) is None, reason=f"no {ARM} (package qemu-user)")
-def test_neon_computes_what_plain_kernels_do(tmp_path: Path) -> None:
+def test_neon_kernels_match_plain_kernels(tmp_path: Path) -> None:
     """Every kernel with random shapes, compiled for 64-bit ARM with dot products and run by an emulator. Another order
     of sums and fused products may change a rounding to 8 bits.
     """
@@ -209,14 +209,14 @@ print(count() - before, torch.equal(got, wanted))
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
-def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> None:
+def test_kernel_runs_on_existing_threads_when_no_thread_starts() -> None:
     done = python(WITHOUT_THREADS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "True"]
 
 
 @needs_kernels
-def test_a_set_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_advises_make_install_for_unbuilt_isa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The case of a checkout that was copied from another machine."""
     cpu, best = CpuBackend(), native_library.loadable_isas()[-1]
     assert native_library.best_unbuilt_isa() is None

@@ -20,7 +20,7 @@ MISSING = CpuBackend().missing_reason
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-def together(count: int, work: Callable[[Collective], Any], row_bytes: int = 0) -> list[Any]:
+def run_on_ranks(count: int, work: Callable[[Collective], Any], row_bytes: int = 0) -> list[Any]:
     """The results of `work` on each of `count` ranks."""
     backend = CpuBackend()
     descriptor = backend.create_rank_memory(count, row_bytes)
@@ -30,12 +30,12 @@ def together(count: int, work: Callable[[Collective], Any], row_bytes: int = 0) 
         return list(pool.map(work, groups))
 
 
-def parts(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+def rank_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(len(shape) + count)
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
 
 
-def in_order(each: list[Tensor]) -> Tensor:
+def sum_in_rank_order(each: list[Tensor]) -> Tensor:
     total = each[0].float()
     for one in each[1:]:
         total = total + one.float()
@@ -44,50 +44,50 @@ def in_order(each: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_sums_are_those_of_the_ranks_in_order(count: int, dtype: torch.dtype) -> None:
+def test_all_reduce_equals_sum_in_rank_order(count: int, dtype: torch.dtype) -> None:
     """Sizes follow one another: shorter than a vector, and longer than a buffer."""
     shapes = [(1, 1), (3, 7), (5, 64), (1, 1000), (600, 1031), (2, 16)]
-    given = [parts(count, shape, dtype) for shape in shapes]
-    found = together(count, lambda group: [group.all_reduce(each[group.rank].clone()) for each in given])
-    for index, each in enumerate(given):
+    inputs = [rank_tensors(count, shape, dtype) for shape in shapes]
+    results = run_on_ranks(count, lambda group: [group.all_reduce(each[group.rank].clone()) for each in inputs])
+    for index, each in enumerate(inputs):
         for rank in range(count):
-            assert torch.equal(found[rank][index], in_order(each))
+            assert torch.equal(results[rank][index], sum_in_rank_order(each))
 
 
-def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
-    given = parts(3, (700, 513), torch.float32)
-    (whole, *_) = together(3, lambda group: group.all_reduce(given[group.rank].clone()))
-    (some, *_) = together(3, lambda group: group.all_reduce(given[group.rank][650:651].clone()))
+def test_all_reduce_of_row_is_batch_invariant() -> None:
+    inputs = rank_tensors(3, (700, 513), torch.float32)
+    (whole, *_) = run_on_ranks(3, lambda group: group.all_reduce(inputs[group.rank].clone()))
+    (some, *_) = run_on_ranks(3, lambda group: group.all_reduce(inputs[group.rank][650:651].clone()))
     assert torch.equal(whole[650:651], some)
 
 
 @pytest.mark.parametrize("widths", [[5], [5, 5, 4], [1, 0, 300_001]])
 @pytest.mark.parametrize("rows", [0, 1, 4, 300])
-def test_columns_side_by_side(widths: list[int], rows: int) -> None:
+def test_gather_columns_concatenates_on_first_rank(widths: list[int], rows: int) -> None:
     if rows * sum(widths) > 2_000_000:
         rows = 6
-    given = [torch.randn(rows, width) for width in widths]
-    first, *others = together(len(widths), lambda g: g.gather_columns(given[g.rank], widths), 4 * max(widths))
-    assert torch.equal(first, torch.cat(given, dim=1))
-    assert all(torch.equal(each, own) for each, own in zip(others, given[1:], strict=True))
+    inputs = [torch.randn(rows, width) for width in widths]
+    first, *others = run_on_ranks(len(widths), lambda g: g.gather_columns(inputs[g.rank], widths), 4 * max(widths))
+    assert torch.equal(first, torch.cat(inputs, dim=1))
+    assert all(torch.equal(each, own) for each, own in zip(others, inputs[1:], strict=True))
 
 
-def test_many_steps_with_ranks_that_lag() -> None:
+def test_all_reduce_is_correct_when_ranks_lag() -> None:
     """A buffer must not be overwritten before all ranks have read it."""
 
     def work(group: Collective) -> list[float]:
-        found = []
+        results = []
         for step in range(2000):
             if step % 97 == group.rank:
                 threading.Event().wait(0.0005)
-            found.append(float(group.all_reduce(torch.full((3,), float(step * (group.rank + 1))))[2]))
-        return found
+            results.append(float(group.all_reduce(torch.full((3,), float(step * (group.rank + 1))))[2]))
+        return results
 
     expected = [float(step * 10) for step in range(2000)]
-    assert together(4, work) == [expected] * 4
+    assert run_on_ranks(4, work) == [expected] * 4
 
 
-def test_nobody_waits_for_a_rank_that_has_ended() -> None:
+def test_collectives_raise_rank_ended_after_abort() -> None:
     backend = CpuBackend()
     descriptor = backend.create_rank_memory(2, 0)
     first = backend.make_collective(descriptor, 0, 2)
@@ -101,7 +101,7 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
         first.broadcast(torch.ones(3))
 
 
-def test_a_rank_ends_with_its_parent() -> None:
+def test_all_reduce_raises_rank_ended_when_parent_is_gone() -> None:
     backend = CpuBackend()
     descriptor = backend.create_rank_memory(2, 0)
     orphan = backend.make_collective(descriptor, 1, 2, parent=os.getppid() + 1)  # a pid that is not the parent's
@@ -110,12 +110,12 @@ def test_a_rank_ends_with_its_parent() -> None:
         orphan.all_reduce(torch.ones(3))
 
 
-def test_plain_pytorch_has_no_such_memory() -> None:
+def test_reference_backend_has_no_rank_memory() -> None:
     assert ReferenceBackend().create_rank_memory(2, 0) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_the_first_rank_shares(count: int) -> None:
+def test_broadcast_sends_first_rank_tensor(count: int) -> None:
     """Sizes follow one another: empty, and longer than a buffer."""
     sizes = [1, 0, 7, 300_001]
 
@@ -124,5 +124,5 @@ def test_what_the_first_rank_shares(count: int) -> None:
             group.broadcast(torch.arange(size) if group.rank == 0 else torch.empty(size, dtype=int)) for size in sizes
         ]
 
-    for found in together(count, work):
-        assert all(torch.equal(each, torch.arange(size)) for each, size in zip(found, sizes, strict=True))
+    for results in run_on_ranks(count, work):
+        assert all(torch.equal(each, torch.arange(size)) for each, size in zip(results, sizes, strict=True))

@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap", "sunk"), [(None, None, False), (100, None, True), (20, 9.0, False)])
-def test_chunking(
+def test_attention_bits_do_not_depend_on_chunking(
     cpu: CpuBackend,
     dtype: torch.dtype,
     window: int | None,
@@ -42,7 +42,9 @@ def test_chunking(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batching_and_pages(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_attention_bits_do_not_depend_on_batch_or_block_placement(
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     mix = [(1, 1), (700, 1), (33, 33), (512, 1), (300, 200), (2000, 1), (16, 1)]
     parts = [random_part(c, q, 9, 3, 64, dtype, generator) for c, q in mix]
     together = attend(cpu, parts)
@@ -55,7 +57,9 @@ def test_batching_and_pages(cpu: CpuBackend, dtype: torch.dtype, generator: torc
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_attention_bits_do_not_depend_on_thread_count(
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Many short pieces, and a few long ones whose tiles are spread over the threads."""
     batches = [[(2300, 1)], [(1000, 300)], [(400, 1)] * 20, [(1500, 4), (90, 90)]]
     for mix, sinks in itertools.product(batches, (None, torch.linspace(-2, 2, 6))):
@@ -79,7 +83,7 @@ def test_threads(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
     softcap=st.sampled_from([None, 10.0]),
     chunked=st.booleans(),
 )
-def test_any_mix(
+def test_attention_bits_are_equal_in_random_chunked_batches(
     lengths: list[int],
     chunks: list[list[int]],
     seed: int,
@@ -112,7 +116,9 @@ def test_any_mix(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rowwise_kernels(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_norm_and_gate_bits_do_not_depend_on_batch(
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576)
     normed, gated, bent = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x), cpu.gelu_mul(x)
     added, total = cpu.add_rms_norm(x.clone(), x.flip(0), weight, 1e-5)

@@ -23,7 +23,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 256), (3, 50), (200, 2048), (2, 3, 64)])
-def test_rms_norm(cpu: CpuBackend, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_rms_norm_matches_reference(
+    cpu: CpuBackend, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x, weight = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[-1:], generator=generator)
     expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert error(cpu.rms_norm(x, weight, 1e-5), expected) < TOLERANCE[dtype]
@@ -32,7 +34,9 @@ def test_rms_norm(cpu: CpuBackend, shape: tuple[int, ...], dtype: torch.dtype, g
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 50), (200, 2048)])
-def test_add_rms_norm(cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_add_rms_norm_matches_reference(
+    cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x, residual = torch.randn((2, *shape), generator=generator).to(dtype)
     weight = torch.randn(shape[1:], generator=generator)
     total = x + residual
@@ -44,7 +48,9 @@ def test_add_rms_norm(cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 384), (7, 50), (200, 2048), (3, 5)])
-def test_layer_norm(cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_layer_norm_matches_reference(
+    cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x, residual = (torch.randn((2, *shape), generator=generator) * 2 + 3).to(dtype)
     weight, bias = torch.randn((2, shape[1]), generator=generator)
     expected = reference.layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
@@ -65,7 +71,7 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1536), (7, 37), (300, 704)])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda each: each.kind)
-def test_activations(
+def test_activations_match_reference(
     cpu: CpuBackend, activation: Activation, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x = (torch.randn(shape, generator=generator) * 4).to(dtype)
@@ -81,22 +87,22 @@ def test_activations(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("each", [1, 5, 64])
 @pytest.mark.parametrize("shape", [(1, 6), (7, 1), (300, 16)])
-def test_sigmoids_of_gates(
+def test_sigmoid_mul_matches_reference(
     cpu: CpuBackend, shape: tuple[int, int], each: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """One gate per element, or one for several adjacent elements."""
     gate = (torch.randn(shape, generator=generator) * 4).to(dtype)
     x = torch.randn((shape[0], shape[1] * each), generator=generator).to(dtype)
-    found = cpu.sigmoid_mul(x.clone(), gate)
-    assert error(found, reference.sigmoid_mul(x.double(), gate.double())) < TOLERANCE[dtype]
+    output = cpu.sigmoid_mul(x.clone(), gate)
+    assert error(output, reference.sigmoid_mul(x.double(), gate.double())) < TOLERANCE[dtype]
     rows = [cpu.sigmoid_mul(x[at : at + 1].clone(), gate[at : at + 1]) for at in range(shape[0])]
-    assert torch.equal(torch.cat(rows), found), "a row's bits do not depend on the others"
+    assert torch.equal(torch.cat(rows), output), "a row's bits do not depend on the others"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
-def test_gates(
+def test_silu_and_gelu_mul_match_reference(
     cpu: CpuBackend, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x = (torch.randn(shape, generator=generator) * 8).to(dtype)
@@ -104,7 +110,7 @@ def test_gates(
 
 
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
-def test_small_results_of_gates_are_as_exact(cpu: CpuBackend, gate: str) -> None:
+def test_silu_and_gelu_mul_are_precise_in_tails(cpu: CpuBackend, gate: str) -> None:
     """The error is relative to each value, not to the largest: in the tails 1 + tanh would cancel."""
     x = torch.linspace(-6, 6, 1000)[None]
     both = torch.cat([x, torch.ones_like(x)], dim=1)
@@ -116,7 +122,7 @@ def test_small_results_of_gates_are_as_exact(cpu: CpuBackend, gate: str) -> None
 
 
 @pytest.mark.parametrize(("gate", "small"), [("silu_mul", -20 / (1 + 485165195.4)), ("gelu_mul", 0.0)])
-def test_gates_at_the_ends(cpu: CpuBackend, gate: str, small: float) -> None:
+def test_silu_and_gelu_mul_handle_extreme_inputs(cpu: CpuBackend, gate: str, small: float) -> None:
     ends = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, -1e30, torch.nan]])
     got = getattr(cpu, gate)(torch.cat([ends, torch.ones_like(ends)], dim=1))[0]
     assert got[:4].tolist() == [0.0, 100.0, float(ends[0, 2]), torch.inf]
@@ -125,7 +131,7 @@ def test_gates_at_the_ends(cpu: CpuBackend, gate: str, small: float) -> None:
     assert got[7].isnan()
 
 
-def test_other_dtypes_use_the_reference(cpu: CpuBackend) -> None:
+def test_float64_uses_reference_kernels(cpu: CpuBackend) -> None:
     x = torch.randn(3, 8, dtype=torch.float64)
     weight = torch.ones(8, dtype=torch.float64)
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
@@ -134,7 +140,7 @@ def test_other_dtypes_use_the_reference(cpu: CpuBackend) -> None:
     assert torch.equal(cpu.gelu_mul(x), reference.gelu_mul(x))
 
 
-def tables(positions: int, dim: int) -> Tensor:
+def rope_tables(positions: int, dim: int) -> Tensor:
     angles = torch.outer(torch.arange(positions).double(), 10000.0 ** -(torch.arange(0, dim, 2).double() / dim))
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
@@ -148,7 +154,7 @@ def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 1030])
 @pytest.mark.parametrize(("normed", "rotate"), [(False, True), (True, True), (True, False)])
-def test_rope_store(
+def test_rope_and_store_kv_matches_reference(
     cpu: CpuBackend, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """A mixed step: attention must find the stored keys and values."""
@@ -160,20 +166,20 @@ def test_rope_store(
     tokens = len(metadata.slot_mapping)
     qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
     norms = [1 + torch.randn(dim, generator=generator) / 4 if normed else None for _ in range(2)]
-    rope = QKNormRopeParams(dim, tables(300, dim).float() if rotate else None, *norms, 1e-5)
+    rope = QKNormRopeParams(dim, rope_tables(300, dim).float() if rotate else None, *norms, 1e-5)
     expected = reference.rope_and_store_kv(qkv.double(), rope, k_wide, v_wide, metadata)
     got = cpu.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     assert got.shape == (tokens, heads, dim)
     assert error(got, expected) < TOLERANCE[dtype]
     out = cpu.paged_attention(got, k_cache, v_cache, metadata, AttentionParams(dim**-0.5))
-    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, AttentionParams(dim**-0.5))
-    assert error(out, judge) < 3 * TOLERANCE[dtype]
+    expected_output = reference.paged_attention(expected, k_wide, v_wide, metadata, AttentionParams(dim**-0.5))
+    assert error(out, expected_output) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 50, 96])
 @pytest.mark.parametrize("norm", ["whole", "centred", "after", "heads"])
-def test_norms_of_heads_and_scales_of_queries(
+def test_qk_norm_kinds_and_query_scales_match_reference(
     cpu: CpuBackend, norm: Any, dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     heads, kv_heads = 6, 2
@@ -186,18 +192,18 @@ def test_norms_of_heads_and_scales_of_queries(
     sizes = (heads, kv_heads) if norm in ("whole", "centred") else (1, 1)
     norms = [1 + torch.randn(count * dim, generator=generator) / 4 for count in sizes]
     scales = 1 + torch.rand(300, generator=generator) if norm == "heads" else None
-    rope = QKNormRopeParams(dim, tables(300, dim).float(), *norms, 1e-5, norm_kind=norm, q_scale=scales)
+    rope = QKNormRopeParams(dim, rope_tables(300, dim).float(), *norms, 1e-5, norm_kind=norm, q_scale=scales)
     expected = reference.rope_and_store_kv(qkv.double(), rope, k_wide, v_wide, metadata)
     got = cpu.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     assert error(got, expected) < TOLERANCE[dtype]
     out = cpu.paged_attention(got, k_cache, v_cache, metadata, AttentionParams(dim**-0.5))
-    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, AttentionParams(dim**-0.5))
-    assert error(out, judge) < 3 * TOLERANCE[dtype]
+    expected_output = reference.paged_attention(expected, k_wide, v_wide, metadata, AttentionParams(dim**-0.5))
+    assert error(out, expected_output) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given", ["all", "keys", "queries"])
-def test_what_is_not_projected_is_a_key_or_another_layers(
+def test_rope_and_store_kv_handles_partial_projections(
     cpu: CpuBackend, given: Any, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """Computed by hand. Values are normed without weights; with keys alone the values are the keys before norm and
@@ -211,7 +217,7 @@ def test_what_is_not_projected_is_a_key_or_another_layers(
     projected = {"all": 2, "keys": 1, "queries": 0}[given]
     qkv = torch.randn((70, (heads + projected * kv_heads) * dim), generator=generator).to(dtype)
     rope = QKNormRopeParams(
-        dim, tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), projections=given
+        dim, rope_tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), projections=given
     )
     got = cpu.rope_and_store_kv(qkv.clone(), rope, k_cache, v_cache, metadata)
     if given == "queries":
@@ -222,26 +228,28 @@ def test_what_is_not_projected_is_a_key_or_another_layers(
         k, v = (qkv.view(70, -1, dim)[:, first:][:, :kv_heads].double() for first in (heads, -kv_heads))
         v = v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         k = k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt() * k_norm
-        cosine, sine = tables(70, dim)[:, None].chunk(2, dim=-1)
+        cosine, sine = rope_tables(70, dim)[:, None].chunk(2, dim=-1)
         first, second = k.chunk(2, dim=-1)
         k = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     judged = [torch.zeros(reference.kv_cache_shape(len(k_cache), kv_heads, dim, torch.float64)).double() for _ in "kv"]
     reference.store_kv(k, v, *judged, metadata.slot_mapping)
     out = cpu.paged_attention(got, k_cache, v_cache, metadata, AttentionParams(dim**-0.5))
-    judge = reference.paged_attention(got.double(), *judged, metadata, AttentionParams(dim**-0.5))
-    assert error(out, judge) < 3 * TOLERANCE[dtype]
+    expected_output = reference.paged_attention(got.double(), *judged, metadata, AttentionParams(dim**-0.5))
+    assert error(out, expected_output) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_columns_of_another_tensor_multiply(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
-    x, beside = (torch.randn((33, width), generator=generator).to(dtype) for width in (37, 90))
-    expected = x.double() * beside[:, 21:58].double()
+def test_mul_by_column_slice_matches_product(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, other = (torch.randn((33, width), generator=generator).to(dtype) for width in (37, 90))
+    expected = x.double() * other[:, 21:58].double()
     for backend in (cpu, reference):
-        assert error(backend.mul_by_column_slice(x.clone(), beside, 21), expected) < TOLERANCE[dtype]
+        assert error(backend.mul_by_column_slice(x.clone(), other, 21), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv_keeps_the_neighbours(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_store_kv_in_parts_leaves_other_tokens_unchanged(
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     part = random_part(90, 90, 2, 2, 48, dtype, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     again = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
@@ -254,7 +262,7 @@ def test_store_kv_keeps_the_neighbours(cpu: CpuBackend, dtype: torch.dtype, gene
     )
 
 
-def test_slots_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_slot_outside_cache_raises_index_error(cpu: CpuBackend, generator: torch.Generator) -> None:
     part = random_part(20, 20, 2, 2, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     metadata.slot_mapping[3] = k_cache.shape[0] * cpu.block_size
@@ -263,5 +271,5 @@ def test_slots_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.G
         cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slot_mapping)
     qkv = torch.ones(20, 6 * 16)
     with pytest.raises(IndexError, match="slots"):
-        cpu.rope_and_store_kv(qkv, QKNormRopeParams(16, tables(20, 16).float()), k_cache, v_cache, metadata)
+        cpu.rope_and_store_kv(qkv, QKNormRopeParams(16, rope_tables(20, 16).float()), k_cache, v_cache, metadata)
     assert torch.equal(before.nan_to_num(7), k_cache.nan_to_num(7))

@@ -42,7 +42,7 @@ def packed(
 
 @compiled
 @pytest.mark.parametrize("isa", range(len(_LIBRARIES)))
-def test_every_code_is_the_number_that_pytorch_takes_it_for(isa: int) -> None:
+def test_every_float8_code_decodes_as_in_pytorch(isa: int) -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).view(64, 4)
     linear = packed(_LIBRARIES[isa], [Float8Weight(codes, torch.ones(1, 1), (64, 4))], dtype=torch.float32)
     got = linear(torch.eye(4), NO_ADAPTERS).T
@@ -63,7 +63,7 @@ def test_every_code_is_the_number_that_pytorch_takes_it_for(isa: int) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape_on_every_instruction_set(
+def test_float8_linear_of_random_shape_matches_float64_on_every_isa(
     inputs: int, blocks: int, of_outs: int, outs: int, rows: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Each row alone must equal the row in the batch."""
@@ -72,11 +72,11 @@ def test_any_shape_on_every_instruction_set(
     weight = made(outs, inner, (of_outs, inputs or inner), generator)
     bias = torch.randn(outs, generator=generator).to(dtype)
     x = torch.randn((rows, inner), generator=generator).to(dtype)
-    wanted = x.double() @ weight.dequantize().double().T + bias.double()
+    expected = x.double() @ weight.dequantize().double().T + bias.double()
     size = x.double().abs() @ weight.dequantize().double().abs().T + bias.double().abs()
     for cpu in _LIBRARIES:
         got = packed(cpu, [weight], bias, dtype=dtype)(x, NO_ADAPTERS)
-        assert ((got.double() - wanted).abs() <= 2e-6 * size).all(), cpu.isa
+        assert ((got.double() - expected).abs() <= 2e-6 * size).all(), cpu.isa
         narrow = packed(cpu, [weight], bias, dtype=dtype, wide=False)
         assert torch.equal(narrow(x, NO_ADAPTERS), got.to(dtype))
         row = seed % rows
@@ -85,7 +85,9 @@ def test_any_shape_on_every_instruction_set(
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("inputs", [576, 128])
-def test_a_row_has_the_same_bits_in_every_batch(cpu: CpuBackend, inputs: int, generator: torch.Generator) -> None:
+def test_float8_linear_row_bits_do_not_depend_on_batch(
+    cpu: CpuBackend, inputs: int, generator: torch.Generator
+) -> None:
     linear = packed(cpu, [made(320, 576, (1, inputs), generator)], dtype=torch.bfloat16)
     x = torch.randn((400, 576), generator=generator).bfloat16()
     whole = linear(x, NO_ADAPTERS)
@@ -96,27 +98,27 @@ def test_a_row_has_the_same_bits_in_every_batch(cpu: CpuBackend, inputs: int, ge
         assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
 
 
-def test_parts_with_scales_of_their_own_are_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_weights_with_different_scale_blocks_pack_into_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
     parts = [made(130, 192, block, generator) for block in ((130, 192), (1, 192), (64, 192))]
     x = torch.randn((7, 192), generator=generator)
     got = packed(cpu, parts, dtype=torch.float32)(x, NO_ADAPTERS)
-    wanted = torch.cat([x.double() @ part.dequantize().double().T for part in parts], 1)
-    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    expected = torch.cat([x.double() @ part.dequantize().double().T for part in parts], 1)
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_weights_keep_their_8_bits(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_packed_float8_weights_take_one_byte_each(cpu: CpuBackend, generator: torch.Generator) -> None:
     assert packed(cpu, [made(128, 512, (1, 512), generator)], dtype=torch.bfloat16).nbytes == 128 * 512 + 128 * 4
     linear = packed(cpu, [made(128, 512, (128, 128), generator)], dtype=torch.bfloat16)
     assert linear.nbytes < 128 * 512 * 1.04
 
 
-def test_what_the_kernel_does_not_compute_is_dequantized(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_unsupported_float8_weights_are_dequantized(cpu: CpuBackend, generator: torch.Generator) -> None:
     inner = 60
     whole, grouped = made(20, inner, (1, inner), generator), torch.randint(-9, 9, (20, inner), dtype=torch.int8)
     others = [made(20, inner, (1, 12), generator), GroupedWeight(grouped, torch.ones(20, 1))]
     for weights in ([made(20, 62, (1, 62), generator)], [whole, others[0]], [whole, others[1]]):
         linear = cpu.pack_quantized(weights, None, dtype=torch.float32)
         x = torch.randn((3, weights[0].shape[1]), generator=generator)
-        wanted = x.double() @ torch.cat([each.dequantize() for each in weights]).double().T
+        expected = x.double() @ torch.cat([each.dequantize() for each in weights]).double().T
         assert not isinstance(linear, Float8Linear)
-        assert (linear(x, NO_ADAPTERS) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        assert (linear(x, NO_ADAPTERS) - expected).abs().max() < 1e-5 * expected.abs().max()

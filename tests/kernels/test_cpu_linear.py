@@ -21,7 +21,7 @@ COMPRESS = ("avx512_bf16", "avx512_amx")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inner", "outs"), SHAPES)
-def test_linear(
+def test_packed_linear_matches_float64(
     cpu: CpuBackend, inner: int, outs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
@@ -35,7 +35,7 @@ def test_linear(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pytorch_without_onednn(cpu: CpuBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_works_without_onednn(cpu: CpuBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch for Apple's CPUs lacks these operators."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)
@@ -44,13 +44,13 @@ def test_a_pytorch_without_onednn(cpu: CpuBackend, dtype: torch.dtype, monkeypat
     assert torch.equal(ReferenceBackend().pack_linear(weight, None)(x, NO_ADAPTERS), x)
 
 
-def test_rounded_once(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_linear_rounds_exact_sum_once(cpu: CpuBackend, generator: torch.Generator) -> None:
     """Integers whose sums float32 holds exactly: the result must be the exact sum, rounded once."""
     x, weight = (torch.randint(-8, 9, s, generator=generator).bfloat16() for s in ((9, 300), (70, 300)))
     assert torch.equal(cpu.pack_linear(weight, None)(x, NO_ADAPTERS), F.linear(x.double(), weight.double()).bfloat16())
 
 
-def test_wide_results_are_the_sums_before_rounding(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_wide_linear_returns_float32_sums_before_rounding(cpu: CpuBackend, generator: torch.Generator) -> None:
     x, weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((9, 300), (70, 300), (70,)))
     wide = cpu.pack_linear(weight, bias, wide=True)(x, NO_ADAPTERS)
     assert wide.dtype == torch.float32
@@ -59,20 +59,20 @@ def test_wide_results_are_the_sums_before_rounding(cpu: CpuBackend, generator: t
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 17, 511, 512, 513, 5000])
-def test_argmax_is_the_first_of_the_largest(cpu: CpuBackend, size: int, generator: torch.Generator) -> None:
+def test_argmax_returns_first_of_equal_maxima(cpu: CpuBackend, size: int, generator: torch.Generator) -> None:
     logits = torch.randint(-50, 50, (33, size), generator=generator).float()  # many ties
     logits[3] = -torch.inf
     logits[4, size // 2] = torch.inf
     logits[5] = -5.0
-    wanted = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
-    assert torch.equal(cpu.argmax(logits), wanted)
-    assert torch.equal(cpu.argmax(logits[7:8]), wanted[7:8])
+    expected = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(cpu.argmax(logits), expected)
+    assert torch.equal(cpu.argmax(logits[7:8]), expected[7:8])
 
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outs"), [(256, 512), (576, 200), (576, 320)])
-def test_a_row_has_the_same_bits_in_every_batch(
+def test_linear_row_bits_do_not_depend_on_batch_or_threads(
     cpu: CpuBackend, inner: int, outs: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
@@ -110,7 +110,7 @@ def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["normal", "tiny and huge", "zeros", "subnormal, infinite, not a number", "any bits"])
 @pytest.mark.parametrize("wide", [False, True])
-def test_compressed_weights_give_the_same_bits(
+def test_compressed_weights_give_same_bits(
     cpu: CpuBackend, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = _outliers(kind, generator), torch.randn(200, generator=generator).bfloat16()
@@ -127,7 +127,7 @@ def test_compressed_weights_give_the_same_bits(
         assert torch.equal(compressed(x, NO_ADAPTERS).view(bits), plain(x, NO_ADAPTERS).view(bits)), rows
 
 
-def test_a_few_odd_exponents_are_kept_whole(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_compressed_weights_keep_outlier_exponents_exact(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight = torch.randn((130, 640), generator=generator).bfloat16()
     weight[3, ::200] *= 2.0**-70
     weight[129, 639] = 2.0**100
@@ -137,7 +137,7 @@ def test_a_few_odd_exponents_are_kept_whole(cpu: CpuBackend, generator: torch.Ge
     assert error(linear(torch.eye(640).bfloat16(), NO_ADAPTERS), weight.double().T) == 0.0
 
 
-def test_the_weight_may_be_dropped(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_packed_linear_does_not_read_original_weight(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((100, 64), (100,)))
     x = torch.ones((3, 64), dtype=torch.bfloat16)
     linear = cpu.pack_linear(weight, bias)
@@ -146,7 +146,7 @@ def test_the_weight_may_be_dropped(cpu: CpuBackend, generator: torch.Generator) 
     assert torch.equal(linear(x, NO_ADAPTERS), before)
 
 
-def test_what_does_not_fit_is_refused(cpu: CpuBackend) -> None:
+def test_linear_raises_type_error_for_wrong_shape_or_dtype(cpu: CpuBackend) -> None:
     linear = cpu.pack_linear(torch.ones((8, 6), dtype=torch.bfloat16), None)
     with pytest.raises(TypeError, match="from 6 to 8"):
         linear(torch.ones((2, 4), dtype=torch.bfloat16), NO_ADAPTERS)

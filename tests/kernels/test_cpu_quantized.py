@@ -36,8 +36,8 @@ def made(
     else:
         codes = torch.randint(0, 256, (outs, inner // 2), generator=generator, dtype=torch.uint8)
     scales = torch.rand((outs, inner // group), generator=generator) * 0.01 + 0.001
-    given = torch.randn((outs, inner // group), generator=generator) * 0.02
-    return GroupedWeight(codes, scales.half().float(), given.half().float() if offsets else None)
+    random_offsets = torch.randn((outs, inner // group), generator=generator) * 0.02
+    return GroupedWeight(codes, scales.half().float(), random_offsets.half().float() if offsets else None)
 
 
 OUTLIERS = {"8": torch.inf, "auto": 0.4, "16": 0.0}
@@ -72,7 +72,7 @@ def packed(
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("outs", "inner", "group"), SHAPES)
-def test_integer_products(
+def test_quantized_linear_matches_rounded_float64(
     cpu: CpuBackend, outs: int, inner: int, group: int, offsets: bool, bits: int, generator: torch.Generator
 ) -> None:
     weight = made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
@@ -90,7 +90,9 @@ def test_integer_products(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [16, 32, 64])
-def test_table_and_order(cpu: CpuBackend, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_quantized_linear_applies_code_values_and_input_order(
+    cpu: CpuBackend, group: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     weight = made(70, 192, group, bits=4, generator=generator)
     weight = replace(weight, code_values=TABLE, input_order=torch.randperm(192, generator=generator))
     linear = cpu.pack_quantized([weight], None, dtype=dtype)
@@ -100,7 +102,7 @@ def test_table_and_order(cpu: CpuBackend, group: int, dtype: torch.dtype, genera
     assert error(linear(x, NO_ADAPTERS), expected(x, weight, linear.activation_block_size)) < tolerance
 
 
-def test_parts_of_different_forms_are_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_weights_of_different_bits_pack_into_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
     """Query, key and value of one file may differ: two of 4 bits, one of 8."""
     parts = [
         made(130, 192, 32, bits=4, generator=generator),
@@ -118,7 +120,7 @@ def test_parts_of_different_forms_are_one_linear(cpu: CpuBackend, generator: tor
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize(("bits", "inner", "group", "outs"), [(8, 576, 576, 320), (4, 576, 32, 512), (8, 256, 16, 200)])
-def test_a_row_has_the_same_bits_in_every_batch(
+def test_quantized_linear_row_bits_do_not_depend_on_batch(
     cpu: CpuBackend, bits: int, inner: int, group: int, outs: int, generator: torch.Generator
 ) -> None:
     linear = packed(cpu, [made(outs, inner, group, bits=bits, generator=generator, offsets=bits == 4)])
@@ -151,7 +153,7 @@ _LIBRARIES = (
     activation_bits=st.sampled_from(["8", "auto", "auto", "16"]),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape_on_every_instruction_set(
+def test_quantized_linear_of_random_shape_matches_float64_on_every_isa(
     bits: int, group: int, groups: int, outs: int, rows: int, offsets: bool, activation_bits: str, seed: int
 ) -> None:
     """Each row alone must equal the row in the batch, and every instruction set uses the same integers."""
@@ -171,7 +173,7 @@ def test_any_shape_on_every_instruction_set(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_table_gives_its_rows_as_they_are(
+def test_quantized_embedding_returns_dequantized_rows(
     cpu: CpuBackend, tied: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     for weight in (
@@ -189,7 +191,7 @@ def test_a_table_gives_its_rows_as_they_are(
             assert error(logits[0], weight.dequantize().double().sum(1)) < 1e-2
 
 
-def test_rows_that_are_zero_tiny_or_not_finite(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_zero_tiny_and_nonfinite_rows_do_not_affect_other_rows(cpu: CpuBackend, generator: torch.Generator) -> None:
     linear = packed(cpu, [made(70, 96, 96, bits=8, generator=generator)])
     x = torch.randn((5, 96), generator=generator).bfloat16()
     x[0] = 0
@@ -202,7 +204,7 @@ def test_rows_that_are_zero_tiny_or_not_finite(cpu: CpuBackend, generator: torch
     assert torch.equal(got[4], linear(x[4:], NO_ADAPTERS)[0])
 
 
-def test_weights_may_be_dropped_and_take_their_bits(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_packed_quantized_weights_are_copied_at_bit_width(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight = made(128, 512, 32, bits=4, generator=generator)
     linear = packed(cpu, [weight])
     assert linear.nbytes == 128 * 512 * 4.5 / 8 + 128 * 4
@@ -213,7 +215,7 @@ def test_weights_may_be_dropped_and_take_their_bits(cpu: CpuBackend, generator: 
     assert torch.equal(linear(x, NO_ADAPTERS), before)
 
 
-def test_what_has_no_integer_kernel_is_dequantized(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_unsupported_quantized_weights_are_dequantized(cpu: CpuBackend, generator: torch.Generator) -> None:
     odd = made(20, 60, 12, bits=8, generator=generator)
     one, other = (
         replace(made(20, 64, 32, bits=4, generator=generator), input_order=torch.randperm(64, generator=generator))
@@ -227,12 +229,12 @@ def test_what_has_no_integer_kernel_is_dequantized(cpu: CpuBackend, generator: t
         assert not isinstance(linear, CompiledQuantizedLinear)
 
 
-def test_the_reference_agrees(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_quantized_linear_matches_reference_backend(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight = made(70, 192, 32, bits=4, generator=generator, offsets=True)
     x = torch.randn((5, 192), generator=generator)
-    ours = cpu.pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS)
+    actual = cpu.pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS)
     assert (
-        error(ours, ReferenceBackend().pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS).double())
+        error(actual, ReferenceBackend().pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS).double())
         < 2e-2
     )
     with pytest.raises(TypeError, match="from 192 to 70"):

@@ -18,7 +18,7 @@ INNER = 4096
 KINDS = ["bfloat16", "8 bits", "8-bit floats"]
 
 
-def made(cpu: CpuBackend, kind: str, outs: int, generator: torch.Generator) -> Linear:
+def make_linear(cpu: CpuBackend, kind: str, outs: int, generator: torch.Generator) -> Linear:
     match kind:
         case "8 bits":
             codes = torch.randint(-128, 128, (outs, INNER), generator=generator, dtype=torch.int8)
@@ -33,15 +33,15 @@ def made(cpu: CpuBackend, kind: str, outs: int, generator: torch.Generator) -> L
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_whatever_part_it_is_in(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
-    linear = made(cpu, kind, 10, generator)
+def test_linear_row_bits_do_not_depend_on_slice(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
+    linear = make_linear(cpu, kind, 10, generator)
     x = torch.randn((900, INNER), generator=generator).bfloat16()
     whole = linear(x, NO_ADAPTERS)
     for begin, end in [(0, 1), (299, 301), (383, 385), (449, 451), (899, 900)]:
         assert torch.equal(linear(x[begin:end], NO_ADAPTERS), whole[begin:end]), begin
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -49,14 +49,14 @@ def resident() -> int:
 @pytest.mark.few(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks how much memory there is as Linux tells it")
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_rows_take_no_more_memory_than_some(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
+def test_linear_memory_is_bounded_for_many_rows(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
     """`quire plan` does not count this memory: 4,096 rows would take 64 MB as float32 and 36 MB as codes."""
-    linear, x, grown = made(cpu, kind, 10, generator), torch.ones((4096, INNER), dtype=torch.bfloat16), []
+    linear, x, grown = make_linear(cpu, kind, 10, generator), torch.ones((4096, INNER), dtype=torch.bfloat16), []
 
     def run() -> None:  # a new thread has no buffers of earlier calls
-        before = resident()
+        before = resident_bytes()
         linear(x, NO_ADAPTERS)
-        grown.append(resident() - before)
+        grown.append(resident_bytes() - before)
 
     thread = Thread(target=run)
     thread.start()

@@ -39,8 +39,8 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     b, a = ba.view(1, len(numbers), 2, rule.num_heads).unbind(2)
     decay = rule.decay_rate.double() * torch.nn.functional.softplus(a + rule.dt_bias.double())
     values = v.view(1, len(numbers), rule.num_heads, rule.value_dim)
-    found, _ = torch_recurrent_gated_delta_rule(q, k, values, decay, b.sigmoid(), use_qk_l2norm_in_kernel=True)
-    normed = torch.nn.functional.rms_norm(found[0].double(), (rule.value_dim,), rule.norm_weight.double(), rule.eps)
+    output, _ = torch_recurrent_gated_delta_rule(q, k, values, decay, b.sigmoid(), use_qk_l2norm_in_kernel=True)
+    normed = torch.nn.functional.rms_norm(output[0].double(), (rule.value_dim,), rule.norm_weight.double(), rule.eps)
     return normed.flatten(1) * torch.nn.functional.silu(z)
 
 
@@ -49,7 +49,9 @@ SIZES = [(2, 4, 12, 32), (1, 1, 128, 128), *slow((3, 3, 6, 80), (2, 6, 64, 16))]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("key_heads", "heads", "key", "value"), SIZES)
-def test_whole_prompts(cpu: CpuBackend, key_heads: int, heads: int, key: int, value: int, dtype: torch.dtype) -> None:
+def test_delta_rule_prefill_matches_transformers(
+    cpu: CpuBackend, key_heads: int, heads: int, key: int, value: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(key_heads, heads, key, value, generator)
     prompts = [given(shape, length, generator, dtype) for length in (1, 2, 33, 70)]
@@ -60,24 +62,24 @@ def test_whole_prompts(cpu: CpuBackend, key_heads: int, heads: int, key: int, va
             assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
 
 
-def test_the_reference_in_float64() -> None:
+def test_float64_reference_delta_rule_matches_transformers() -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(2, 4, 12, 16, generator)
     prompt = given(shape, 40, generator, torch.float64)
-    (found,) = Kept(ReferenceBackend(), shape, torch.float64).step([Row(prompt, 0, 0, 40, 0)])
-    assert error(found, expected(shape, prompt)) < TOLERANCE[torch.float64]
+    (output,) = Kept(ReferenceBackend(), shape, torch.float64).step([Row(prompt, 0, 0, 40, 0)])
+    assert error(output, expected(shape, prompt)) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, dtype: torch.dtype) -> None:
+def test_delta_rule_bits_do_not_depend_on_chunking(cpu: CpuBackend, dtype: torch.dtype) -> None:
     shape = made(2, 4, 12, 48, torch.Generator().manual_seed(2))
     for seed in range(12):
         cut_at_random(cpu, shape, dtype, seed)
         cut_at_random(ReferenceBackend(), shape, dtype, seed)
 
 
-def test_what_lies_outside_is_refused(cpu: CpuBackend) -> None:
+def test_delta_rule_rejects_invalid_slot_drafts_and_dtype(cpu: CpuBackend) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = made(2, 4, 12, 32, generator)
     prompt = given(shape, 20, generator, torch.float32)

@@ -26,7 +26,7 @@ SHAPES = [(1, 1), (3, 7), (0, 8), (5, 64), (600, 131), (2, 16)]
 WIDTHS = {1: [9], 2: [5, 4], 3: [4, 0, 5]}
 
 
-def parts(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+def rank_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(len(shape) + count)
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
 
@@ -38,17 +38,17 @@ def collective(store: dist.Store, rank: int, count: int) -> DistributedCollectiv
 
 
 def compute(group: DistributedCollective) -> list[Tensor]:
-    found = []
+    results = []
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
-            found += [group.all_reduce(parts(group.world_size, shape, dtype)[group.rank]) for shape in SHAPES]
+            results += [group.all_reduce(rank_tensors(group.world_size, shape, dtype)[group.rank]) for shape in SHAPES]
         widths = WIDTHS[group.world_size]
         if group.world_size > 1:
-            given = torch.arange(group.world_size * 40_000).view(group.world_size, -1) + 10_000_000 * group.rank
-            found += [group.all_gather(given[0, :7]), group.all_to_all(given)]
+            inputs = torch.arange(group.world_size * 40_000).view(group.world_size, -1) + 10_000_000 * group.rank
+            results += [group.all_gather(inputs[0, :7]), group.all_to_all(inputs)]
         for rows in (0, 1, 300):
-            found.append(group.gather_columns(torch.full((rows, widths[group.rank]), float(group.rank)), widths))
-    return [each.clone() for each in found]
+            results.append(group.gather_columns(torch.full((rows, widths[group.rank]), float(group.rank)), widths))
+    return [each.clone() for each in results]
 
 
 def wait(group: DistributedCollective) -> str:
@@ -96,38 +96,38 @@ def ranks(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_sums_are_those_of_the_ranks_in_order_and_columns_stand_side_by_side(count: int) -> None:
+def test_collectives_equal_rank_ordered_sums_and_gathers(count: int) -> None:
     with ranks(count, compute) as (group, _, ends):
-        found = [compute(group), *(end.recv() for end in ends)]
-    given = [parts(count, shape, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
-    for index, each in enumerate(given):
+        results = [compute(group), *(end.recv() for end in ends)]
+    inputs = [rank_tensors(count, shape, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
+    for index, each in enumerate(inputs):
         total = each[0].float()
         for one in each[1:]:
             total = total + one.float()
         for rank in range(count):
-            assert torch.equal(found[rank][index], total.to(each[0].dtype))
+            assert torch.equal(results[rank][index], total.to(each[0].dtype))
     if count > 1:
         whole = torch.arange(count * 40_000).view(count, -1)
         for rank in range(count):
-            every, exchanged = found[rank][len(given) : len(given) + 2]
+            every, exchanged = results[rank][len(inputs) : len(inputs) + 2]
             assert torch.equal(every, torch.stack([whole[0, :7] + 10_000_000 * other for other in range(count)]))
             assert torch.equal(exchanged, torch.stack([whole[rank] + 10_000_000 * other for other in range(count)]))
-    for index, rows in enumerate((0, 1, 300), len(given) + 2 * (count > 1)):
+    for index, rows in enumerate((0, 1, 300), len(inputs) + 2 * (count > 1)):
         columns = [torch.full((rows, width), float(rank)) for rank, width in enumerate(WIDTHS[count])]
-        assert all(torch.equal(found[rank][index], torch.cat(columns, 1)) for rank in range(count))
+        assert all(torch.equal(results[rank][index], torch.cat(columns, 1)) for rank in range(count))
 
 
 @pytest.mark.slow
-def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
+def test_all_reduce_of_row_is_batch_invariant() -> None:
     with ranks(3, compute) as (group, _, _):
         whole = compute(group)[4]
-    each = parts(3, SHAPES[4], torch.float32)
+    each = rank_tensors(3, SHAPES[4], torch.float32)
     assert torch.equal(whole[250:251], each[0][250:251] + each[1][250:251] + each[2][250:251])
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_killed_rank_ends_the_others_sums(count: int) -> None:
+def test_killed_rank_ends_all_reduce_of_other_ranks(count: int) -> None:
     with ranks(count, wait) as (group, processes, ends):
         killed = processes.pop()
         assert killed.pid is not None
@@ -138,7 +138,7 @@ def test_a_killed_rank_ends_the_others_sums(count: int) -> None:
         assert [end.recv() for end in ends[:-1]] == ["ended"] * (count - 2)
 
 
-def test_nobody_waits_once_it_is_closed() -> None:
+def test_abort_ends_waiting_collectives() -> None:
     """The other rank is alive and joins no all-reduce."""
     with ranks(2, sleep) as (group, _, _):
         threading.Timer(0.05, group.abort_collectives).start()
@@ -162,7 +162,7 @@ class _Broken:
         pass
 
 
-def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_error_is_not_reported_as_rank_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL raises nothing if a rank has ended: it waits until it is aborted."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
     group = DistributedCollective(_Broken, 0, 2, in_order=False)
@@ -173,7 +173,7 @@ def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monke
         group.all_reduce(torch.ones(3))
 
 
-def test_parts_of_another_width_or_type_are_refused() -> None:
+def test_gather_columns_rejects_wrong_width_or_dtype() -> None:
     with ranks(1, compute) as (group, _, _):
         with pytest.raises(TypeError, match="not rank 0's part"):
             group.gather_columns(torch.ones(2, 3), [4])
@@ -182,46 +182,46 @@ def test_parts_of_another_width_or_type_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
+def test_receive_tensor_returns_sent_tensors_in_order(dtype: torch.dtype) -> None:
     """Each rank gets its own tensors, including those larger than a connection buffers."""
     store = dist.HashStore()
-    sent = [parts(3, (tokens, 257), dtype) for tokens in (1, 4000, 0, 7)]
-    found: dict[int, list[Tensor]] = {1: [], 2: []}
+    sent = [rank_tensors(3, (tokens, 257), dtype) for tokens in (1, 4000, 0, 7)]
+    results: dict[int, list[Tensor]] = {1: [], 2: []}
     groups = [join_ranks(store, rank, 3, torch.device("cpu"), in_order=True) for rank in range(3)]
 
     def receive(rank: int) -> None:
         for each in sent:
-            found[rank].append(torch.empty_like(each[rank]))
-            groups[rank].receive_tensor(found[rank][-1], 0)
+            results[rank].append(torch.empty_like(each[rank]))
+            groups[rank].receive_tensor(results[rank][-1], 0)
         groups[rank].abort_collectives()
 
-    threads = [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in found]
+    threads = [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in results]
     for thread in threads:
         thread.start()
     for each in sent:
-        for rank in found:
+        for rank in results:
             groups[0].send_tensor(each[rank], rank)
     for thread in threads:
         thread.join(30)
-    for rank, got in found.items():
+    for rank, got in results.items():
         assert all(torch.equal(one, each[rank]) for one, each in zip(got, sent, strict=True))
     with pytest.raises(RankEnded):
         groups[0].receive_tensor(torch.empty(1), 1)
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_a_group_of_pytorchs_own_takes_the_same_calls() -> None:
+def test_gloo_process_group_works_as_collective() -> None:
     """NCCL's process group has gloo's interface."""
-    store, given = dist.HashStore(), torch.arange(12.0).view(2, 2, 3)
+    store, inputs = dist.HashStore(), torch.arange(12.0).view(2, 2, 3)
 
     def work(rank: int) -> tuple[Tensor, ...]:
         group = DistributedCollective(lambda: dist.ProcessGroupGloo(store, rank, 2), rank, 2, in_order=True)
-        x = given[rank]
+        x = inputs[rank]
         return group.all_reduce(x.clone()), group.all_gather(x), group.all_to_all(x)
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(work, range(2)))
-    for rank, (total, every, exchanged) in enumerate(found):
-        assert torch.equal(total, given[0] + given[1])
-        assert torch.equal(every, given)
-        assert torch.equal(exchanged, given[:, rank])
+        results = list(pool.map(work, range(2)))
+    for rank, (total, every, exchanged) in enumerate(results):
+        assert torch.equal(total, inputs[0] + inputs[1])
+        assert torch.equal(every, inputs)
+        assert torch.equal(exchanged, inputs[:, rank])

@@ -81,24 +81,24 @@ def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: Clam
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("normalized", "clamp"), [(True, CLAMP), (False, None)])
-def test_every_row_is_the_weighed_sum_of_its_experts(
+def test_moe_output_is_weighted_sum_of_experts(
     cpu: CpuBackend, normalized: bool, clamp: ClampedSwiGLU | None, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    given, x = weights(dtype, generator), torch.randn((50, HIDDEN), generator=generator).to(dtype)
-    judge = wanted(x, given, normalized=normalized, clamp=clamp)
+    tensors, x = weights(dtype, generator), torch.randn((50, HIDDEN), generator=generator).to(dtype)
+    expected = wanted(x, tensors, normalized=normalized, clamp=clamp)
     for backend in (cpu, ReferenceBackend()):
-        mixture = backend.make_moe(experts(backend, given, normalized=normalized, clamp=clamp))
-        assert error(mixture(x), judge) < TOLERANCE[dtype]
+        moe = backend.make_moe(experts(backend, tensors, normalized=normalized, clamp=clamp))
+        assert error(moe(x), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_router_that_reads_something_else_and_factors(
+def test_moe_applies_separate_router_input_and_expert_scales(
     cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """Computed by hand, with GELU gates: each expert's output is scaled by its share and its own scale."""
-    given = weights(dtype, generator)
+    tensors = weights(dtype, generator)
     x, routed = (torch.randn((40, HIDDEN), generator=generator).to(dtype) for _ in range(2))
-    factors, w = 0.5 + torch.rand(COUNT, generator=generator), {name: each.double() for name, each in given.items()}
+    factors, w = 0.5 + torch.rand(COUNT, generator=generator), {name: each.double() for name, each in tensors.items()}
     rows = []
     for row, by in zip(x.double(), routed.double(), strict=True):
         scores = w["router"] @ by + w["router_bias"]
@@ -109,61 +109,63 @@ def test_a_router_that_reads_something_else_and_factors(
             total += share * factors[expert].double() * (w["down"][expert] @ gated + w["down_bias"][expert])
         rows.append(total)
     for backend in (cpu, ReferenceBackend()):
-        made = replace(experts(backend, given, clamp=None), expert_scales=factors, has_gelu_gates=True)
-        assert error(backend.make_moe(made)(x, routed), torch.stack(rows)) < TOLERANCE[dtype]
+        components = replace(experts(backend, tensors, clamp=None), expert_scales=factors, has_gelu_gates=True)
+        assert error(backend.make_moe(components)(x, routed), torch.stack(rows)) < TOLERANCE[dtype]
 
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", ["whole", "int8", "int4"])
-def test_a_row_has_the_same_bits_in_every_batch(
+def test_moe_row_bits_do_not_depend_on_batch_or_threads(
     cpu: CpuBackend, form: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     forms = {"whole": None, "int8": quantize_int8, "int4": lambda weight: quantize_int4(weight, cpu)}
-    given, x = weights(dtype, generator), torch.randn((300, HIDDEN), generator=generator).to(dtype)
-    mixture = cpu.make_moe(experts(cpu, given, form=forms[form]))
-    whole = mixture(x)
+    tensors, x = weights(dtype, generator), torch.randn((300, HIDDEN), generator=generator).to(dtype)
+    moe = cpu.make_moe(experts(cpu, tensors, form=forms[form]))
+    whole = moe(x)
     for rows in ([0], [299], [17, 4], list(range(30, 61)), list(range(299, -1, -1))):
-        assert torch.equal(mixture(x[rows]), whole[rows])
+        assert torch.equal(moe(x[rows]), whole[rows])
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(mixture(x), whole)
+        assert torch.equal(moe(x), whole)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_experts_that_nobody_chose_are_not_read(
-    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    given, x = weights(dtype, generator), torch.randn((4, HIDDEN), generator=generator).to(dtype)
-    given["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
+def test_moe_does_not_read_unrouted_experts(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
+    tensors, x = weights(dtype, generator), torch.randn((4, HIDDEN), generator=generator).to(dtype)
+    tensors["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
     for expert in (1, 3, 5, 6):
-        given["gate_up"][expert] = given["down"][expert] = torch.nan
+        tensors["gate_up"][expert] = tensors["down"][expert] = torch.nan
     for backend in (cpu, ReferenceBackend()):
-        assert backend.make_moe(experts(backend, given))(x).isfinite().all()
+        assert backend.make_moe(experts(backend, tensors))(x).isfinite().all()
 
 
-def test_of_equal_scores_the_first_are_chosen_and_nan_stays_inside(cpu: CpuBackend, generator: torch.Generator) -> None:
-    given, x = weights(torch.float32, generator), torch.randn((3, HIDDEN), generator=generator)
-    given["router"][:] = given["router_bias"][:] = 0
-    first = {name: tensor.clone() for name, tensor in given.items()}
+def test_moe_breaks_ties_by_index_and_propagates_nan(cpu: CpuBackend, generator: torch.Generator) -> None:
+    tensors, x = weights(torch.float32, generator), torch.randn((3, HIDDEN), generator=generator)
+    tensors["router"][:] = tensors["router_bias"][:] = 0
+    first = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in ("gate_up", "down"):
         first[name][CHOSEN:] = torch.nan
     for backend in (cpu, ReferenceBackend()):
-        assert torch.equal(backend.make_moe(experts(backend, first))(x), backend.make_moe(experts(backend, given))(x))
-    given["router"][2] = torch.nan
-    assert cpu.make_moe(experts(cpu, given))(x).isnan().all()
+        assert torch.equal(backend.make_moe(experts(backend, first))(x), backend.make_moe(experts(backend, tensors))(x))
+    tensors["router"][2] = torch.nan
+    assert cpu.make_moe(experts(cpu, tensors))(x).isnan().all()
 
 
-def test_other_shapes_and_linears_are_told_apart(cpu: CpuBackend, generator: torch.Generator) -> None:
-    mixture = cpu.make_moe(experts(cpu, weights(torch.bfloat16, generator)))
-    assert isinstance(mixture, CompiledMoE)
+def test_moe_rejects_wrong_input_and_falls_back_for_plain_router(cpu: CpuBackend, generator: torch.Generator) -> None:
+    moe = cpu.make_moe(experts(cpu, weights(torch.bfloat16, generator)))
+    assert isinstance(moe, CompiledMoE)
     for x in (torch.zeros(2, HIDDEN + 2, dtype=torch.bfloat16), torch.zeros(2, HIDDEN)):
         with pytest.raises(TypeError, match="cannot take"):
-            mixture(x)
-    made = experts(cpu, given := weights(torch.bfloat16, generator))
+            moe(x)
+    components = experts(cpu, tensors := weights(torch.bfloat16, generator))
     plain = MoEComponents(
-        lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, Routing(CHOSEN), CLAMP
+        lambda x, context: components.router(x, NO_ADAPTERS),
+        components.gate_up,
+        components.down,
+        Routing(CHOSEN),
+        CLAMP,
     )
     x = torch.randn((9, HIDDEN), generator=generator).bfloat16()
     assert not isinstance(cpu.make_moe(plain), CompiledMoE)
-    assert error(cpu.make_moe(plain)(x), wanted(x, given, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]
+    assert error(cpu.make_moe(plain)(x), wanted(x, tensors, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]

@@ -95,7 +95,9 @@ CASES = [
 @pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash2Backend, TorchVarlenBackend], ids=lambda made_by: made_by.name)
-def test_arguments(library: FakeFlashAttn, made_by: type[FlashPagedBackend], case: dict, mix: tuple) -> None:
+def test_flash_backends_match_reference_on_fake_libraries(
+    library: FakeFlashAttn, made_by: type[FlashPagedBackend], case: dict, mix: tuple
+) -> None:
     backend = made_by()
     if made_by is TorchVarlenBackend and case.get("softcap"):
         with pytest.raises(NotImplementedError, match="softcap"):
@@ -108,7 +110,7 @@ def test_arguments(library: FakeFlashAttn, made_by: type[FlashPagedBackend], cas
 @pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash2Backend, TorchVarlenBackend], ids=lambda made_by: made_by.name)
-def test_on_a_gpu(made_by: type[FlashPagedBackend], case: dict, mix: tuple) -> None:
+def test_flash_backends_match_reference_on_gpu(made_by: type[FlashPagedBackend], case: dict, mix: tuple) -> None:
     backend = made_by()
     reason = backend.unsupported_reason(torch.device("cuda"), case.get("dtype", torch.bfloat16), case.get("dim", 64))
     if reason is not None or (made_by is TorchVarlenBackend and case.get("softcap")):
@@ -118,7 +120,7 @@ def test_on_a_gpu(made_by: type[FlashPagedBackend], case: dict, mix: tuple) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("made_by", [Flash2Backend, TorchVarlenBackend], ids=lambda made_by: made_by.name)
-def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[FlashPagedBackend]) -> None:
+def test_deterministic_flash_attention_does_not_depend_on_batch(made_by: type[FlashPagedBackend]) -> None:
     backend = made_by(deterministic=True)
     if (reason := backend.unsupported_reason(torch.device("cuda"), torch.bfloat16, 64)) is not None:
         pytest.skip(reason)
@@ -141,7 +143,7 @@ def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[Flas
         assert torch.equal(rows(at, at + 1, others), once[at : at + 1])
 
 
-def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeFlashAttn) -> None:
+def test_decodes_use_kvcache_kernel_and_mixed_batches_use_varlen(library: FakeFlashAttn) -> None:
     check(Flash2Backend(), "cpu", DECODES)
     check(Flash2Backend(), "cpu", MIXED)
     everything = {"window_size": (-1, -1)}
@@ -158,7 +160,7 @@ def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeF
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_decodes_beside_prompts_are_a_call_of_their_own(library: FakeFlashAttn, deterministic: bool) -> None:
+def test_leading_decodes_of_mixed_batch_use_separate_call(library: FakeFlashAttn, deterministic: bool) -> None:
     check(Flash2Backend(deterministic=deterministic), "cpu", BOTH[:4])
     assert library.calls == [
         ("kvcache", {"num_splits": int(deterministic), "window_size": (-1, -1)}),
@@ -167,7 +169,7 @@ def test_decodes_beside_prompts_are_a_call_of_their_own(library: FakeFlashAttn, 
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_whole_prompts_need_no_pages(library: FakeFlashAttn, deterministic: bool) -> None:
+def test_whole_prompts_skip_block_table_unless_deterministic(library: FakeFlashAttn, deterministic: bool) -> None:
     """The kernel without a block table is faster, but a chunked prompt would have other bits."""
     check(Flash2Backend(deterministic=deterministic), "cpu", WHOLE)
     check(Flash2Backend(deterministic=deterministic), "cpu", (*WHOLE, (300, 299)))
@@ -175,7 +177,7 @@ def test_whole_prompts_need_no_pages(library: FakeFlashAttn, deterministic: bool
 
 
 @pytest.mark.parametrize(("window", "deterministic", "asked"), [(599, False, 598), (600, False, -1), (600, True, 599)])
-def test_a_window_over_all_keys_is_none(
+def test_window_covering_all_keys_is_dropped_unless_deterministic(
     library: FakeFlashAttn, window: int, deterministic: bool, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flash-attn packs the heads of a group only without a window. A deterministic backend keeps the window, so that
@@ -186,7 +188,7 @@ def test_a_window_over_all_keys_is_none(
     assert library.calls[-1][1]["window_size"][0] == asked
 
 
-def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
+def test_rope_and_store_kv_writes_256_token_pages(library: FakeFlashAttn) -> None:
     """Attention must find what rope_and_store_kv writes."""
     generator = torch.Generator().manual_seed(3)
     part, backend = random_part(300, 300, 4, 2, 64, torch.bfloat16, generator), Flash2Backend()
@@ -203,7 +205,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.d
     return torch.device("cuda")
 
 
-def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_explains_chosen_backend(library: FakeFlashAttn, monkeypatch: pytest.MonkeyPatch) -> None:
     device = gpu(monkeypatch, (8, 0))
     backend, why = select_backend(device, torch.bfloat16, 128)
     assert (backend.name, why) == ("flash", "flash-attn 2.8.3")
@@ -233,7 +235,7 @@ def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyP
         (torch.bfloat16, 64, (7, 5), "needs compute capability 8.0, this GPU has 7.5"),
     ],
 )
-def test_what_flash_cannot_serve(
+def test_flash_is_rejected_for_unsupported_dtype_head_dim_or_gpu(
     library: FakeFlashAttn,
     dtype: torch.dtype,
     head_dim: int,
@@ -249,7 +251,7 @@ def test_what_flash_cannot_serve(
         select_backend(device, dtype, head_dim, "flash")
 
 
-def test_gpu_kernels_are_refused_on_a_cpu(library: FakeFlashAttn) -> None:
+def test_gpu_backends_are_rejected_on_cpu(library: FakeFlashAttn) -> None:
     for name in ("flash", "torch_varlen"):
         with pytest.raises(ValueError, match=f"{name}: runs on NVIDIA GPUs, not on cpu"):
             select_backend(torch.device("cpu"), torch.bfloat16, 64, name)
@@ -266,7 +268,9 @@ def test_gpu_kernels_are_refused_on_a_cpu(library: FakeFlashAttn) -> None:
         ("3.0.0b1", False),
     ],
 )
-def test_versions_of_flash_attn(version: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_requires_supported_flash_attn_version(
+    version: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = FakeFlashAttn()
     monkeypatch.setattr(library, "__version__", version, raising=False)
     install_flash(monkeypatch, library)
@@ -275,7 +279,7 @@ def test_versions_of_flash_attn(version: str, serves: bool, monkeypatch: pytest.
     assert serves or f"flash: flash-attn {version} is not one of 2.8 to 2.8.3" in why
 
 
-def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_4_is_not_mistaken_for_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 4 installs flash_attn.cute, so that flash_attn is a namespace without functions or a version."""
     install_flash(monkeypatch, ModuleType("flash_attn"))
     backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
@@ -283,7 +287,7 @@ def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.Mo
     assert "the installed package flash_attn is not flash-attn 2" in why
 
 
-def test_the_extra_and_the_advice_ask_for_the_same_flash_attn() -> None:
+def test_flash_extra_and_install_advice_name_same_requirement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["optional-dependencies"]["flash"] == [flash2.REQUIREMENT]
     assert flash2.REQUIREMENT in flash2.INSTALL
@@ -293,7 +297,7 @@ def test_the_extra_and_the_advice_ask_for_the_same_flash_attn() -> None:
 INSTALLED = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
-def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_varlen_attn_accepts_backend_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch has paged attention with these arguments from 2.13 on. `make torch-matrix` tests other versions."""
     device = gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
@@ -303,25 +307,23 @@ def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from torch.nn.attention.varlen import varlen_attn
 
-    signature, asked = inspect.signature(varlen_attn), list[inspect.BoundArguments]()
+    signature, calls = inspect.signature(varlen_attn), list[inspect.BoundArguments]()
 
     @wraps(varlen_attn)
     def bound(*args: Any, **named: Any) -> torch.Tensor:
-        asked.append(signature.bind(*args, **named))
+        calls.append(signature.bind(*args, **named))
         return args[0]
 
     install_varlen(monkeypatch, bound)
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in MIXED]
     attend(TorchVarlenBackend(deterministic=True), parts, "cpu", 37, None, 0.1)
-    assert asked
+    assert calls
 
 
 @pytest.mark.skipif(INSTALLED < (2, 12), reason="the signature that is installed has no block_table")
 @pytest.mark.parametrize(("version", "paged"), [("2.11.0", False), ("2.12.1+cu130", False), ("2.13.0+cu130", True)])
-def test_pytorch_before_2_13_refuses_what_its_signature_takes(
-    version: str, paged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_varlen_requires_pytorch_2_13(version: str, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signature of 2.12 has block_table already, so the version alone decides."""
     monkeypatch.setattr(torch, "__version__", version)
     device = gpu(monkeypatch, (9, 0))
@@ -347,12 +349,14 @@ def test_pytorch_before_2_13_refuses_what_its_signature_takes(
         ((12, 0), ["compute_100f"], False),
     ],
 )
-def test_what_code_runs_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
+def test_has_code_for_follows_cuda_compatibility_rules(
+    capability: tuple[int, int], architectures: list[str], runs: bool
+) -> None:
     """See binary and PTX compatibility in CUDA's programming guide."""
     assert has_code_for(capability, architectures) == runs
 
 
-def test_pytorchs_kernels_are_not_chosen_where_its_build_has_none(
+def test_torch_varlen_is_rejected_without_kernels_for_gpu(
     library: FakeFlashAttn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
@@ -376,7 +380,7 @@ class Spy(ReferenceBackend):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 37])
-def test_pytorchs_kernels_leave_steps_of_one_query_each_to_triton(
+def test_torch_varlen_leaves_decode_batches_to_triton(
     library: FakeFlashAttn, deterministic: bool, window: int | None
 ) -> None:
     """PyTorch's kernels neither pack grouped heads under a causal window nor split keys."""

@@ -21,18 +21,18 @@ _BACKENDS = [
 ]
 
 
-def groups(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_weight_groups(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal and heavy-tailed weights; some groups are far from zero, constant, or zero."""
-    found = torch.randn((count, 32), generator=torch.Generator().manual_seed(count))
-    found[::7] **= 3
-    found[3::11] += 4
-    found[5::13] = 0.375
-    found[6::17] = 0
-    found[8::19] *= 1e-6
-    return found.to(dtype)
+    weights = torch.randn((count, 32), generator=torch.Generator().manual_seed(count))
+    weights[::7] **= 3
+    weights[3::11] += 4
+    weights[5::13] = 0.375
+    weights[6::17] = 0
+    weights[8::19] *= 1e-6
+    return weights.to(dtype)
 
 
-def meant(found: tuple[Tensor, Tensor, Tensor], *, zero_points: bool) -> Tensor:
+def dequantize_fit(found: tuple[Tensor, Tensor, Tensor], *, zero_points: bool) -> Tensor:
     codes, scales, offsets = found
     whole = torch.stack((codes & 15, codes >> 4), -1).flatten(1).double()
     scales, offsets = scales.double()[:, None], offsets.double()[:, None]
@@ -42,22 +42,22 @@ def meant(found: tuple[Tensor, Tensor, Tensor], *, zero_points: bool) -> Tensor:
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", _BACKENDS, ids=lambda backend: getattr(backend, "isa", backend.name))
-def test_errors_are_those_of_the_reference(backend: ReferenceBackend, dtype: torch.dtype, zero_points: bool) -> None:
+def test_int4_fit_error_matches_reference(backend: ReferenceBackend, dtype: torch.dtype, zero_points: bool) -> None:
     for count in (15, 16, 1000):
-        weights = groups(count, dtype)
-        ours = meant(backend.fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
-        theirs = meant(fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
-        ours, theirs = ((each - weights.double()).square().sum(1) for each in (ours, theirs))
+        weights = make_weight_groups(count, dtype)
+        errors = dequantize_fit(backend.fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
+        reference_errors = dequantize_fit(fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
+        errors, reference_errors = ((each - weights.double()).square().sum(1) for each in (errors, reference_errors))
         size = weights.double().square().sum(1)
         # Another order of sums may round a code differently and so lead to another fit of the group.
         least = 1e-11 * size
-        assert (ours <= theirs * 1.25 + least).all()
-        assert (ours <= theirs * 1.001 + least).double().mean() > 0.97
+        assert (errors <= reference_errors * 1.25 + least).all()
+        assert (errors <= reference_errors * 1.001 + least).double().mean() > 0.97
 
 
 @pytest.mark.parametrize("backend", _BACKENDS, ids=lambda backend: getattr(backend, "isa", backend.name))
-def test_zero_points_are_whole_and_scales_bfloat16(backend: ReferenceBackend) -> None:
-    codes, scales, zeros = backend.fit_int4(groups(500), zero_points=True)
+def test_int4_fit_returns_integer_zero_points_and_bfloat16_scales(backend: ReferenceBackend) -> None:
+    codes, scales, zeros = backend.fit_int4(make_weight_groups(500), zero_points=True)
     assert codes.shape == (500, 16)
     assert torch.equal(scales, scales.bfloat16().float())
     assert (scales > 0).all()
@@ -65,11 +65,11 @@ def test_zero_points_are_whole_and_scales_bfloat16(backend: ReferenceBackend) ->
 
 
 @pytest.mark.parametrize("backend", _BACKENDS, ids=lambda backend: getattr(backend, "isa", backend.name))
-def test_zero_points_beat_rounding_to_nearest(backend: ReferenceBackend) -> None:
+def test_int4_fit_beats_rounding_to_nearest(backend: ReferenceBackend) -> None:
     weights = torch.randn((2000, 32), generator=torch.Generator().manual_seed(1)).double()
     low, high = weights.aminmax(dim=1, keepdim=True)
     step = (high - low) / 15
     zero = (-low / step).round()
     nearest = (((weights / step).round() + zero).clamp(0, 15) - zero) * step
-    found = meant(backend.fit_int4(weights.float(), zero_points=True), zero_points=True)
-    assert (found - weights).square().sum() < 0.97 * (nearest - weights).square().sum()
+    dequantized = dequantize_fit(backend.fit_int4(weights.float(), zero_points=True), zero_points=True)
+    assert (dequantized - weights).square().sum() < 0.97 * (nearest - weights).square().sum()

@@ -23,54 +23,56 @@ Found = TypeVar("Found")
 
 def together(count: int, work: Callable[[DistributedCollective], Found], *, in_order: bool = True) -> list[Found]:
     """The results of `work` on each of `count` ranks."""
-    found: dict[int, Found] = {}
+    results: dict[int, Found] = {}
     store = dist.HashStore()
 
     def rank(number: int) -> None:
-        found[number] = work(join_ranks(store, number, count, CPU, in_order=in_order))
+        results[number] = work(join_ranks(store, number, count, CPU, in_order=in_order))
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [found[number] for number in range(count)]
+    return [results[number] for number in range(count)]
 
 
-def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_in_order_do_not_depend_on_the_other_rows(count: int, dtype: torch.dtype) -> None:
+def test_ordered_all_reduce_of_row_is_batch_invariant(count: int, dtype: torch.dtype) -> None:
     def work(group: DistributedCollective) -> tuple[Tensor, Tensor]:
-        x = part(group.rank, (300, 33), dtype)
+        x = rank_tensor(group.rank, (300, 33), dtype)
         return group.all_reduce(x.clone()), group.all_reduce(x[120:121].clone())
 
-    expected = part(0, (300, 33), dtype).float()
+    expected = rank_tensor(0, (300, 33), dtype).float()
     for rank in range(1, count):
-        expected += part(rank, (300, 33), dtype).float()
+        expected += rank_tensor(rank, (300, 33), dtype).float()
     for whole, row in together(count, work):
         assert torch.equal(whole, expected.to(dtype))
         assert torch.equal(row, whole[120:121])
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_other_sums_are_the_same_on_all_ranks(count: int) -> None:
-    found = together(count, lambda group: group.all_reduce(part(group.rank, (40, 7))), in_order=False)
-    expected = sum(part(rank, (40, 7)).double() for rank in range(count))
-    for each in found:
-        assert torch.equal(each, found[0])
+def test_unordered_all_reduce_is_equal_on_all_ranks(count: int) -> None:
+    results = together(count, lambda group: group.all_reduce(rank_tensor(group.rank, (40, 7))), in_order=False)
+    expected = sum(rank_tensor(rank, (40, 7)).double() for rank in range(count))
+    for each in results:
+        assert torch.equal(each, results[0])
         torch.testing.assert_close(each.double(), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_all_have_what_is_gathered_and_shared(count: int) -> None:
+def test_gather_columns_and_broadcast_reach_all_ranks(count: int) -> None:
     widths = WIDTHS[count]
 
     def work(group: DistributedCollective) -> list[Tensor]:
-        gathered = [group.gather_columns(part(group.rank, (rows, widths[group.rank])), widths) for rows in (0, 1, 70)]
+        gathered = [
+            group.gather_columns(rank_tensor(group.rank, (rows, widths[group.rank])), widths) for rows in (0, 1, 70)
+        ]
         with pytest.raises(TypeError, match="is not rank"):
             group.gather_columns(torch.ones(2, 99), widths)
         return [
@@ -81,12 +83,12 @@ def test_all_have_what_is_gathered_and_shared(count: int) -> None:
 
     for *gathered, shared, nothing in together(count, work):
         for rows, each in zip((0, 1, 70), gathered, strict=True):
-            assert torch.equal(each, torch.cat([part(rank, (rows, widths[rank])) for rank in range(count)], 1))
+            assert torch.equal(each, torch.cat([rank_tensor(rank, (rows, widths[rank])) for rank in range(count)], 1))
         assert shared.tolist() == [0] * 5
         assert nothing.numel() == 0
 
 
-def test_nobody_waits_once_it_is_closed() -> None:
+def test_abort_ends_waiting_collectives() -> None:
     done = threading.Event()
 
     def work(group: DistributedCollective) -> bool:
@@ -103,27 +105,27 @@ def test_nobody_waits_once_it_is_closed() -> None:
     assert together(2, work) == [True, True]
 
 
-def test_many_sums_with_ranks_that_lag() -> None:
+def test_all_reduce_is_correct_when_ranks_lag() -> None:
     """Each sum has several pieces, so that a rank may be a piece ahead of another."""
 
     def work(group: DistributedCollective) -> list[float]:
-        found = []
+        results = []
         for step in range(100):
             if step % 29 == group.rank:
                 threading.Event().wait(0.005)
-            found.append(float(group.all_reduce(torch.full((50_000,), float(step * (group.rank + 1))))[49_999]))
-        return found
+            results.append(float(group.all_reduce(torch.full((50_000,), float(step * (group.rank + 1))))[49_999]))
+        return results
 
     assert together(4, work) == [[float(step * 10) for step in range(100)]] * 4
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(16) + b"\x01"])
-def test_a_stranger_at_the_door_is_no_rank(said: bytes) -> None:
-    store, found = dist.HashStore(), list[Tensor]()
+def test_join_ranks_ignores_foreign_connections(said: bytes) -> None:
+    store, results = dist.HashStore(), list[Tensor]()
 
     def rank(number: int) -> None:
-        found.append(join_ranks(store, number, 2, CPU, in_order=True).all_reduce(torch.full((3,), 1.0 + number)))
+        results.append(join_ranks(store, number, 2, CPU, in_order=True).all_reduce(torch.full((3,), 1.0 + number)))
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     threads[0].start()
@@ -134,7 +136,7 @@ def test_a_stranger_at_the_door_is_no_rank(said: bytes) -> None:
         threads[1].start()
         for thread in threads:
             thread.join(60)
-        assert [each.tolist() for each in found] == [[3.0] * 3] * 2
+        assert [each.tolist() for each in results] == [[3.0] * 3] * 2
         stranger.settimeout(30)
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

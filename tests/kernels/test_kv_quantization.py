@@ -59,7 +59,7 @@ def check(
 
 
 @codes
-def test_what_codes_stand_for(kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_quantized_kv_rounding_error_is_bounded(kv_dtype: torch.dtype, generator: torch.Generator) -> None:
     """The bound is half a step for integers and 1/16 for 8-bit floats, which saturate at their largest number."""
     x = torch.randn((50, 3, 64), generator=generator) * torch.logspace(-3, 3, 50)[:, None, None]
     got = dequantize_kv(*quantize_kv(x, kv_dtype, 1.0), 1.0, torch.float64)
@@ -76,7 +76,9 @@ def test_what_codes_stand_for(kv_dtype: torch.dtype, generator: torch.Generator)
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [2, 8, 40, 64, 80, 128, 256])
-def test_head_dims(cpu: CpuBackend, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_quantized_kv_attention_of_head_dims_matches_reference(
+    cpu: CpuBackend, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     check(cpu, kv_dtype, dtype, dim=dim)
 
 
@@ -84,7 +86,9 @@ def test_head_dims(cpu: CpuBackend, dim: int, dtype: torch.dtype, kv_dtype: torc
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (71, 1)])
-def test_grouped_heads(cpu: CpuBackend, heads: int, kv_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_quantized_kv_grouped_query_attention_matches_reference(
+    cpu: CpuBackend, heads: int, kv_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     check(cpu, kv_dtype, dtype, heads=heads, kv_heads=kv_heads, dim=32, mix=MIX[:6])
 
 
@@ -93,21 +97,21 @@ def test_grouped_heads(cpu: CpuBackend, heads: int, kv_heads: int, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 1, 37, 260])
-def test_window_and_softcap(
+def test_quantized_kv_windowed_softcapped_attention_matches_reference(
     cpu: CpuBackend, window: int | None, softcap: float | None, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     check(cpu, kv_dtype, dtype, dim=16, mix=[*MIX, (1030, 3)], window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_calibrated_scales(cpu: CpuBackend, dtype: torch.dtype) -> None:
+def test_calibrated_float8_kv_scales_match_reference(cpu: CpuBackend, dtype: torch.dtype) -> None:
     """8-bit floats: the key's scale multiplies the scores before the softcap, the value's scale the result."""
     check(cpu, torch.float8_e4m3fn, dtype, scales=KVScales(0.03, 0.7), softcap=5.0)
 
 
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_biases_and_keys_that_come_after(
+def test_quantized_kv_biased_lookahead_attention_matches_reference(
     cpu: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     parts = [random_part(n, n, 6, 3, 32, dtype, generator) for n in (1, 17, 256, 300)]
@@ -120,7 +124,7 @@ def test_biases_and_keys_that_come_after(
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scales", [UNIT_KV_SCALES, KVScales(0.01, 3.0)], ids=["unscaled", "scaled"])
-def test_codes_are_the_reference_s(
+def test_stored_kv_codes_equal_reference_bit_for_bit(
     cpu: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype, scales: KVScales, generator: torch.Generator
 ) -> None:
     """Compares store_kv and rope_and_store_kv, including heads of zeros, tiny and huge numbers."""
@@ -129,23 +133,23 @@ def test_codes_are_the_reference_s(
     k, v = ((torch.randn((tokens, kv_heads, dim), generator=generator) * sizes).to(dtype) for _ in range(2))
     qkv = torch.cat([torch.zeros(tokens, 6 * dim, dtype=dtype), k.flatten(1), v.flatten(1)], dim=1)
     part = Part(torch.zeros(tokens, 6, dim, dtype=dtype), k, v)
-    found = []
+    caches = []
     for backend in (cpu, ReferenceBackend()):
         stored = page(backend, [part], kv_dtype=kv_dtype, scales=scales)
         by_rope = [empty_cache(tuple(cache.shape), kv_dtype) for cache in stored[:2]]
         backend.rope_and_store_kv(qkv.clone(), QKNormRopeParams(dim, None, kv_scales=scales), *by_rope, stored[2])
-        for whole, again in zip(stored[:2], by_rope, strict=True):
-            assert torch.equal(whole.view(torch.uint8), again.view(torch.uint8))
-        found.append([cache.view(torch.uint8) for cache in stored[:2]])
-    (k_ours, v_ours), (k_judge, v_judge) = found
+        for whole, copy in zip(stored[:2], by_rope, strict=True):
+            assert torch.equal(whole.view(torch.uint8), copy.view(torch.uint8))
+        caches.append([cache.view(torch.uint8) for cache in stored[:2]])
+    (k_ours, v_ours), (k_judge, v_judge) = caches
     size, pages = 16 * dim, len(k_ours)
     judged = [each.flatten(1)[:, : kv_heads * size].view(pages, 16, kv_heads, dim) for each in (k_judge, v_judge)]
     assert torch.equal(k_ours[..., :size].unflatten(2, (dim, 16)).permute(0, 3, 1, 2), judged[0])
     assert torch.equal(v_ours[..., :size].unflatten(2, (16, dim)).transpose(1, 2), judged[1])
-    if beside := num_scale_elements(kv_dtype):
+    if scale_elements := num_scale_elements(kv_dtype):
         for ours, judge in ((k_ours, k_judge), (v_ours, v_judge)):
-            expected = judge.flatten(1)[:, kv_heads * size :].view(pages, 16, kv_heads, beside)
-            assert torch.equal(ours[..., size:].unflatten(2, (16, beside)).transpose(1, 2), expected)
+            expected = judge.flatten(1)[:, kv_heads * size :].view(pages, 16, kv_heads, scale_elements)
+            assert torch.equal(ours[..., size:].unflatten(2, (16, scale_elements)).transpose(1, 2), expected)
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -160,7 +164,7 @@ def test_codes_are_the_reference_s(
     window=st.none() | st.integers(1, 400),
     softcap=st.sampled_from([None, 10.0]),
 )
-def test_any_mix(
+def test_quantized_kv_attention_bits_are_equal_in_random_chunked_batches(
     lengths: list[int],
     chunks: list[list[int]],
     seed: int,
@@ -196,7 +200,9 @@ def test_any_mix(
 
 @codes
 @pytest.mark.usefixtures("keep_threads")
-def test_threads(cpu: CpuBackend, kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_quantized_kv_attention_bits_do_not_depend_on_thread_count(
+    cpu: CpuBackend, kv_dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Many short pieces, and a few long ones whose tiles are spread over the threads."""
     for mix in ([(2300, 1)], [(1000, 300)], [(400, 1)] * 20):
         parts = [random_part(c, q, 6, 2, 64, torch.bfloat16, generator) for c, q in mix]
@@ -208,7 +214,9 @@ def test_threads(cpu: CpuBackend, kv_dtype: torch.dtype, generator: torch.Genera
 
 
 @codes
-def test_strided_layers(cpu: CpuBackend, kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_strided_quantized_kv_cache_gives_same_bits_as_contiguous(
+    cpu: CpuBackend, kv_dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
     part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
     k_cache, v_cache, metadata = page(cpu, [part], kv_dtype=kv_dtype)

@@ -37,37 +37,41 @@ def expected(part: Part, values: int, scale: float) -> Tensor:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_the_beginnings_of_keys(
+def test_mla_attention_reads_values_from_key_prefix(
     cpu: CpuBackend, dtype: torch.dtype, sizes: tuple[int, int], generator: torch.Generator
 ) -> None:
-    some = parts(sizes, 5, dtype, generator)
+    requests = parts(sizes, 5, dtype, generator)
     for backend in (cpu, ReferenceBackend()):
-        found = attend(backend, some, scale=0.1, values=sizes[0])
-        for part, out in zip(some, found, strict=True):
+        outputs = attend(backend, requests, scale=0.1, values=sizes[0])
+        for part, out in zip(requests, outputs, strict=True):
             assert out.shape == (*part.q.shape[:2], sizes[0])
             assert error(out, expected(part, sizes[0], 0.1)) < TOLERANCE[dtype], backend.name
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_they_are_what_a_cache_of_values_would_hold(
+def test_mla_attention_equals_attention_with_separate_value_cache(
     cpu: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
     """Here the values are whole keys. With 8-bit floats the values use the keys' scale."""
-    some = [Part(each.q, each.k, each.k) for each in parts((56, 8), 20, dtype, generator)]
-    given = {"scale": 0.1, "kv_dtype": kv_dtype}
-    wanted = attend(cpu, some, **given, scales=KVScales(0.5, 0.5))
-    assert all(map(torch.equal, attend(cpu, some, **given, scales=KVScales(0.5, 3.0), values=64), wanted))
+    requests = [Part(each.q, each.k, each.k) for each in parts((56, 8), 20, dtype, generator)]
+    options = {"scale": 0.1, "kv_dtype": kv_dtype}
+    wanted = attend(cpu, requests, **options, scales=KVScales(0.5, 0.5))
+    assert all(map(torch.equal, attend(cpu, requests, **options, scales=KVScales(0.5, 3.0), values=64), wanted))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_codes(cpu: CpuBackend, sizes: tuple[int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_quantized_mla_attention_matches_reference(
+    cpu: CpuBackend, sizes: tuple[int, int], kv_dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Both round keys in the same way."""
-    some = parts(sizes, 3, torch.float32, generator)
+    requests = parts(sizes, 3, torch.float32, generator)
     scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
-    given = {"scale": 0.1, "kv_dtype": kv_dtype, "scales": scales, "values": sizes[0]}
-    for out, wanted in zip(attend(cpu, some, **given), attend(ReferenceBackend(), some, **given), strict=True):
+    options = {"scale": 0.1, "kv_dtype": kv_dtype, "scales": scales, "values": sizes[0]}
+    for out, wanted in zip(
+        attend(cpu, requests, **options), attend(ReferenceBackend(), requests, **options), strict=True
+    ):
         assert error(out, wanted) < 1e-5
 
 
@@ -76,19 +80,19 @@ def test_codes(cpu: CpuBackend, sizes: tuple[int, int], kv_dtype: torch.dtype, g
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("heads", [1, 16, 70])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_batch_any_chunks_any_threads(
+def test_mla_attention_bits_do_not_depend_on_batch_chunks_or_threads(
     cpu: CpuBackend, dtype: torch.dtype, heads: int, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
-    some = parts((64, 16), heads, dtype, generator)
-    given = {"scale": 0.1, "values": 64, "kv_dtype": kv_dtype}
-    alone = [attend(cpu, [part], **given)[0] for part in some]
+    requests = parts((64, 16), heads, dtype, generator)
+    options = {"scale": 0.1, "values": 64, "kv_dtype": kv_dtype}
+    alone = [attend(cpu, [part], **options)[0] for part in requests]
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        assert all(map(torch.equal, attend(cpu, some, seed=3, **given), alone))
-        for part, whole in zip(some, alone, strict=True):
+        assert all(map(torch.equal, attend(cpu, requests, seed=3, **options), alone))
+        for part, whole in zip(requests, alone, strict=True):
             for begin, end in ((0, len(part.q) // 2), (len(part.q) // 2, len(part.q))):
                 if begin < end:
-                    assert torch.equal(attend(cpu, [part.rows(begin, end)], **given)[0], whole[begin:end])
+                    assert torch.equal(attend(cpu, [part.rows(begin, end)], **options)[0], whole[begin:end])
 
 
 def store(
@@ -105,7 +109,7 @@ def store(
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_latents_are_normed_and_ends_rotated(
+def test_store_latent_kv_norms_latents_and_rotates_rope_dims(
     cpu: CpuBackend, dtype: torch.dtype, sizes: tuple[int, int], neighbours: bool, generator: torch.Generator
 ) -> None:
     size, rotated = sizes
@@ -115,7 +119,7 @@ def test_latents_are_normed_and_ends_rotated(
     q, kv = (torch.randn((5, count), generator=generator).to(dtype) for count in (3 * sum(sizes), sum(sizes)))
     positions = torch.tensor([5, 0, 1, 30, 7])
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         """Rotate each pair as a complex number; the real parts come first."""
         first, second = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
         pairs = torch.complex(first.double(), second.double())
@@ -126,11 +130,11 @@ def test_latents_are_normed_and_ends_rotated(
     normed = (
         keys[:, :size] * (keys[:, :size].square().mean(1, keepdim=True) + 1e-6).rsqrt() * latent.norm_weight.double()
     )
-    key = torch.cat((normed, turned(kv[:, None, size:])[:, 0]), 1)
+    key = torch.cat((normed, rotate(kv[:, None, size:])[:, 0]), 1)
     for backend in (cpu, ReferenceBackend()):
-        found, cache, slots = store(backend, q, kv, latent, dtype)
-        assert torch.equal(found[..., :size], heads[..., :size])
-        assert error(found[..., size:], turned(heads[..., size:])) < TOLERANCE[dtype]
+        outputs, cache, slots = store(backend, q, kv, latent, dtype)
+        assert torch.equal(outputs[..., :size], heads[..., :size])
+        assert error(outputs[..., size:], rotate(heads[..., size:])) < TOLERANCE[dtype]
         pack = 4 // dtype.itemsize
         if backend is cpu:
             cache = cache.view(4, sum(sizes) // pack, 16, pack).transpose(1, 2)
@@ -141,7 +145,7 @@ def test_latents_are_normed_and_ends_rotated(
 
 @pytest.mark.parametrize(("blocks", "inner", "outs", "passed"), [(16, 128, 512, 64), (3, 24, 30, 6), (5, 512, 128, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks(
+def test_per_head_linear_matches_float64_and_ignores_batch(
     cpu: CpuBackend, dtype: torch.dtype, blocks: int, inner: int, outs: int, passed: int, generator: torch.Generator
 ) -> None:
     weights = (torch.randn((blocks, outs, inner), generator=generator) / inner**0.5).to(dtype)
@@ -149,9 +153,9 @@ def test_blocks(
     wanted = torch.einsum("tbi,boi->tbo", x[..., :inner].double(), weights.double())
     for backend in (cpu, ReferenceBackend()):
         linear = backend.pack_per_head_linear(list(weights), passed)
-        found = linear(x.flatten(1), NO_ADAPTERS)
-        made = found.view(200, blocks, -1)
-        assert error(made[..., :outs], wanted) < 10 * TOLERANCE[dtype] / (1 if dtype == torch.float32 else 10)
-        assert torch.equal(made[..., outs:], x[..., inner:])
+        outputs = linear(x.flatten(1), NO_ADAPTERS)
+        per_head = outputs.view(200, blocks, -1)
+        assert error(per_head[..., :outs], wanted) < 10 * TOLERANCE[dtype] / (1 if dtype == torch.float32 else 10)
+        assert torch.equal(per_head[..., outs:], x[..., inner:])
         for rows in (slice(0, 1), slice(3, 10), slice(150, 200)):
-            assert torch.equal(linear(x[rows].flatten(1), NO_ADAPTERS), found[rows])
+            assert torch.equal(linear(x[rows].flatten(1), NO_ADAPTERS), outputs[rows])

@@ -59,13 +59,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
 @pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_arguments(make: Callable[[str], Made], kind: str, case: dict, mix: tuple) -> None:
+def test_flash3_and_flash4_match_reference_on_fake_libraries(
+    make: Callable[[str], Made], kind: str, case: dict, mix: tuple
+) -> None:
     if KINDS[kind] == 10 and case.get("dim", 0) > 128:
         pytest.skip("refused there")
     check(make(kind)[0], "cpu", mix, **case)
 
 
-def test_splits(make: Callable[[str], Made]) -> None:
+def test_decode_key_splits_follow_library_support(make: Callable[[str], Made]) -> None:
     """A batch of decodes uses as many splits as fill the GPU if the library supports them, else one."""
     for kind, splits in (("flash3", 0), ("flash4", 1), ("flash4 on Blackwell", 0)):
         backend, library = make(kind)
@@ -79,7 +81,7 @@ def test_splits(make: Callable[[str], Made]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flash4", "flash4 on Blackwell"])
-def test_without_splits_steps_of_one_query_each_are_triton_s(make: Callable[[str], Made], kind: str) -> None:
+def test_flash4_without_splits_leaves_decode_batches_to_triton(make: Callable[[str], Made], kind: str) -> None:
     backend, library = make(kind)
     assert isinstance(backend, Flash4Backend)
     backend.reference = spy = Spy()
@@ -91,7 +93,7 @@ def test_without_splits_steps_of_one_query_each_are_triton_s(make: Callable[[str
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
+def test_probe_passes_flash3_and_flash4(make: Callable[[str], Made], kind: str) -> None:
     probe = PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 30.0)
     assert probe(make(kind)[0]) is None
     assert replace(probe, capture=FakeCapture())(make(kind)[0]) is None
@@ -109,7 +111,7 @@ def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
         ((12, 0), ["flash", "torch_varlen"]),
     ],
 )
-def test_the_order_by_architecture(
+def test_backend_preference_follows_gpu_architecture(
     make: Callable[[str], Made], capability: tuple[int, int], order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All libraries are installed. Each is chosen if those before it fail their probe, and the reason names these."""
@@ -141,7 +143,7 @@ def fails(names: set[str], backend: Backend) -> str | None:
         ("flash4", (10, 0), 256, "takes heads up to 128 on this GPU, not 256"),
     ],
 )
-def test_what_they_refuse(
+def test_flash3_and_flash4_reject_unsupported_gpu_or_head_dim(
     make: Callable[[str], Made],
     name: str,
     capability: tuple[int, int],
@@ -155,7 +157,9 @@ def test_what_they_refuse(
 
 
 @pytest.mark.parametrize("name", ["flash3", "flash4"])
-def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash3_and_flash4_are_rejected_when_deterministic(
+    make: Callable[[str], Made], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(name)
     install_flash(monkeypatch, FakeFlashAttn())
     device = gpu(monkeypatch, (9, 0))
@@ -166,14 +170,18 @@ def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "processors"), [("sm_90a", "132"), ("sm_100a", "148")])
-def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, processors: str, tmp_path: Path) -> None:
+def test_installed_flash_attn_4_compiles_backend_calls(architecture: str, processors: str, tmp_path: Path) -> None:
     """Its compiler needs no GPU, except for few queries on Blackwell, where it asks the driver for one."""
     if isinstance(reason := import_library("flash_attn.cute", "flash-attn 4", flash4.INSTALL), str):
         pytest.skip(reason)
-    asked = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": processors}
+    environment = {
+        "FLASH_ATTENTION_ARCH": architecture,
+        "CUTE_DSL_ARCH": architecture,
+        "FLASH_ATTENTION_NUM_SMS": processors,
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_flash4", str(tmp_path)],
-        env=os.environ | asked,
+        env=os.environ | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -187,32 +195,32 @@ def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, pro
     assert sum(each["error"] is None for each in cases) >= 18
 
 
-def test_what_is_not_installed_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_gives_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     for module in ("flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, module, None)  # Python treats the module as missing
     for name, advice in (("flash3", flash3.INSTALL), ("flash4", flash4.INSTALL)):
-        assert why_not(monkeypatch, name) == f"{name}: flash-attn {name[-1]} is not installed ({advice})"
+        assert selection_error(monkeypatch, name) == f"{name}: flash-attn {name[-1]} is not installed ({advice})"
 
 
-def why_not(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+def selection_error(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
     """The error of selecting this backend on Hopper."""
     with pytest.raises(ValueError, match=name) as raised:
         select_backend(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64, name)
     return str(raised.value)
 
 
-def test_what_is_installed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_flash_attn_install_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 2 has the folder flash_attn too, and flash-attn 3 needs a library built for this PyTorch."""
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     install_flash(monkeypatch, ModuleType("flash_attn"))
     for module in ("flash_attn.cute", "flash_attn_interface"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    assert why_not(monkeypatch, "flash4") == f"flash4: flash-attn 4 is not installed ({flash4.INSTALL})"
+    assert selection_error(monkeypatch, "flash4") == f"flash4: flash-attn 4 is not installed ({flash4.INSTALL})"
     broken: Any = type("Broken", (), {"find_spec": staticmethod(raise_import)})
     monkeypatch.setattr(sys, "meta_path", [broken, *sys.meta_path])
     broken_symbol = "flash-attn 3 cannot be loaded, install it for this PyTorch (undefined symbol: _ZN3c10)"
-    assert why_not(monkeypatch, "flash3") == f"flash3: {broken_symbol}"
+    assert selection_error(monkeypatch, "flash3") == f"flash3: {broken_symbol}"
 
 
 def raise_import(name: str, path: object = None, target: object = None) -> None:

@@ -22,14 +22,14 @@ CPU = torch.device("cpu")
 
 def deltas(rank: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraDelta]:
     """Deltas of the first and the last part; the middle part has none."""
-    found = []
+    lora_deltas = []
     for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
         down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, IN), (outs, rank)))
-        found.append(LoraDelta(first, down.to(dtype), up.to(dtype)))
-    return found
+        lora_deltas.append(LoraDelta(first, down.to(dtype), up.to(dtype)))
+    return lora_deltas
 
 
-def made(
+def make_linear_with_lora(
     backend: Backend, dtype: torch.dtype, generator: torch.Generator, *, wide: bool = False
 ) -> tuple[LinearWithLora, Tensor, list[list[LoraDelta]]]:
     weight = torch.randn((sum(PARTS), IN), generator=generator).to(dtype)
@@ -54,8 +54,10 @@ def expected(x: Tensor, weight: Tensor, each: list[list[LoraDelta]], adapters: T
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged(cpu: CpuBackend, dtype: torch.dtype, wide: bool, generator: torch.Generator) -> None:
-    linear, weight, each = made(cpu, dtype, generator, wide=wide)
+def test_linear_with_lora_matches_merged_weights(
+    cpu: CpuBackend, dtype: torch.dtype, wide: bool, generator: torch.Generator
+) -> None:
+    linear, weight, each = make_linear_with_lora(cpu, dtype, generator, wide=wide)
     x = torch.randn((53, IN), generator=generator).to(dtype)
     adapters = torch.randint(0, SLOTS + 1, (53,), generator=generator)
     got = linear(x, LinearContext(adapters))
@@ -64,8 +66,8 @@ def test_merged(cpu: CpuBackend, dtype: torch.dtype, wide: bool, generator: torc
     assert error(got, expected(x, weight, each, adapters)) < (8e-3 if got.dtype == torch.bfloat16 else 2e-6)
 
 
-def test_the_reference(generator: torch.Generator) -> None:
-    linear, weight, each = made(ReferenceBackend(), torch.float32, generator)
+def test_reference_linear_with_lora_matches_merged_weights(generator: torch.Generator) -> None:
+    linear, weight, each = make_linear_with_lora(ReferenceBackend(), torch.float32, generator)
     x = torch.randn((21, IN), generator=generator)
     adapters = torch.randint(0, SLOTS + 1, (21,), generator=generator)
     assert error(linear(x, LinearContext(adapters)), expected(x, weight, each, adapters)) < 2e-6
@@ -73,11 +75,11 @@ def test_the_reference(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_alone(
+def test_lora_row_bits_do_not_depend_on_batch_or_threads(
     cpu: CpuBackend, dtype: torch.dtype, threads: int, generator: torch.Generator, keep_threads: None
 ) -> None:
     """Compares a batch, another order, and each row alone. Rows without an adapter equal the plain linear."""
-    linear, weight, _ = made(cpu, dtype, generator)
+    linear, weight, _ = make_linear_with_lora(cpu, dtype, generator)
     x = torch.randn((64, IN), generator=generator).to(dtype)
     adapters = torch.randint(0, SLOTS + 1, (64,), generator=generator)
     torch.set_num_threads(1)
@@ -94,8 +96,8 @@ def test_a_row_alone(
     assert torch.equal(linear(x, NO_ADAPTERS), plain)
 
 
-def test_slots_are_filled_again(cpu: CpuBackend, generator: torch.Generator) -> None:
-    linear, weight, each = made(cpu, torch.float32, generator)
+def test_adapter_slots_are_reusable(cpu: CpuBackend, generator: torch.Generator) -> None:
+    linear, weight, each = make_linear_with_lora(cpu, torch.float32, generator)
     x = torch.randn((4, IN), generator=generator)
     adapters = torch.tensor([1, 2, 1, 0])
     linear.put_adapter(1, linear.pack_one_adapter(each[3]))

@@ -19,7 +19,7 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("values", [None, tuple(range(-120, 120, 15))], ids=["plain", "table"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_each_weight_is_its_code_times_the_scale_of_its_group(
+def test_grouped_weight_dequantizes_codes_by_group_scale(
     bits: int, ordered: bool, values: tuple[int, ...] | None, offsets: Tensor | None
 ) -> None:
     generator = torch.Generator().manual_seed(bits)
@@ -30,7 +30,7 @@ def test_each_weight_is_its_code_times_the_scale_of_its_group(
     scales = numbers(OUTS, INNER // GROUP)
     weight = GroupedWeight(codes, scales, offsets, values if bits == 4 else None, order)
     assert (weight.bits, weight.shape, weight.group_size) == (bits, (OUTS, INNER), GROUP)
-    meant = weight.dequantize()
+    dequantized = weight.dequantize()
     for out in range(OUTS):
         for i in range(INNER):
             if bits == 4:
@@ -38,15 +38,15 @@ def test_each_weight_is_its_code_times_the_scale_of_its_group(
                 value = code - 8 if values is None else values[code]
             else:
                 value = codes[out, i].item()
-            wanted = value * scales[out, i // GROUP] + (0 if offsets is None else offsets[out, i // GROUP])
-            assert meant[out, i if order is None else order[i]] == wanted
+            expected = value * scales[out, i // GROUP] + (0 if offsets is None else offsets[out, i // GROUP])
+            assert dequantized[out, i if order is None else order[i]] == expected
 
 
 @pytest.mark.parametrize(("outs", "inner", "block"), [(5, 7, (5, 7)), (5, 7, (1, 7)), (300, 200, (128, 128))])
-def test_each_float8_is_multiplied_with_the_scale_of_its_block(outs: int, inner: int, block: tuple[int, int]) -> None:
+def test_float8_weight_dequantizes_codes_by_block_scale(outs: int, inner: int, block: tuple[int, int]) -> None:
     codes = numbers(outs, inner).to(torch.float8_e4m3fn)
     scales = numbers(-(-outs // block[0]), -(-inner // block[1]))
-    meant = Float8Weight(codes, scales, block).dequantize()
+    dequantized = Float8Weight(codes, scales, block).dequantize()
     for out in range(0, outs, 7):
         for i in range(0, inner, 5):
-            assert meant[out, i] == codes[out, i].float() * scales[out // block[0], i // block[1]]
+            assert dequantized[out, i] == codes[out, i].float() * scales[out // block[0], i // block[1]]

@@ -22,7 +22,7 @@ reference = ReferenceBackend()
 MIX = [(1, 1), (5, 5), (130, 1), (129, 129), (300, 20)]
 
 
-def judge(
+def attention_by_pytorch(
     part: Part, window: int | None, softcap: float | None, ahead: int | None = 0, bias: Tensor | None = None
 ) -> Tensor:
     q, k, v = (x.transpose(0, 1) for x in (part.q, part.k, part.v))
@@ -44,7 +44,7 @@ def judge(
 
 
 @pytest.mark.parametrize("size", [1, 40, 128, 200])
-def test_attention_within_chunks(size: int, generator: torch.Generator) -> None:
+def test_chunked_attention_matches_pytorch(size: int, generator: torch.Generator) -> None:
     """Each query sees the keys of its own chunk up to itself."""
     parts = [random_part(c, q, 6, 2, 16, torch.float64, generator) for c, q in MIX]
     for part, out in zip(parts, attend(reference, parts, window=size, chunked=True), strict=True):
@@ -58,12 +58,12 @@ def test_attention_within_chunks(size: int, generator: torch.Generator) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 80), (8, 1, 64)])
-def test_attention(
+def test_attention_matches_pytorch(
     heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, generator: torch.Generator
 ) -> None:
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in MIX]
     for part, out in zip(parts, attend(reference, parts, window=window, softcap=softcap), strict=True):
-        assert error(out, judge(part, window, softcap)) < 1e-13
+        assert error(out, attention_by_pytorch(part, window, softcap)) < 1e-13
 
 
 WHOLE = [(1, 1), (5, 5), (129, 129), (300, 300)]
@@ -73,7 +73,7 @@ WHOLE = [(1, 1), (5, 5), (129, 129), (300, 300)]
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("ahead", "window"), [(None, None), (10, 11), (200, 30), (3, None)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 80)])
-def test_attention_to_what_comes_after(
+def test_lookahead_attention_matches_pytorch(
     heads: int,
     kv_heads: int,
     dim: int,
@@ -84,20 +84,20 @@ def test_attention_to_what_comes_after(
 ) -> None:
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in WHOLE]
     bias = torch.randn((heads, 2 * 310 + 15), generator=generator) if biased else None
-    found = attend(reference, parts, window=window, ahead=ahead, bias=bias)
-    for part, out in zip(parts, found, strict=True):
-        assert error(out, judge(part, window, None, ahead, bias)) < 1e-13
+    output = attend(reference, parts, window=window, ahead=ahead, bias=bias)
+    for part, out in zip(parts, output, strict=True):
+        assert error(out, attention_by_pytorch(part, window, None, ahead, bias)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_does_not_depend_on_the_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_attention_bits_do_not_depend_on_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
     parts = [random_part(c, q, 6, 2, 64, dtype, generator) for c, q in MIX]
     for part, out in zip(parts, attend(reference, parts), strict=True):
         pieces = [attend(reference, [part.rows(i, i + 1)], seed=i)[0] for i in range(len(part.q))]
         assert torch.equal(torch.cat(pieces), out)
 
 
-def test_norm_and_gate(generator: torch.Generator) -> None:
+def test_norms_and_activations_match_pytorch(generator: torch.Generator) -> None:
     x, residual = (torch.randn((5, 64), generator=generator, dtype=torch.float64) for _ in range(2))
     weight = torch.randn(64, generator=generator, dtype=torch.float64)
     assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5), atol=1e-14)
@@ -112,7 +112,7 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, reference.layer_norm(total, weight, bias, 1e-5))
     gate, up = x.chunk(2, 1)
-    for found, expected in (
+    for output, expected in (
         (reference.silu_mul(x), F.silu(gate) * up),
         (reference.gelu_mul(x), F.gelu(gate, approximate="tanh") * up),
         (reference.apply_activation(x, Activation("gelu")), F.gelu(x)),
@@ -121,7 +121,7 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
         (reference.sigmoid_mul(x, weight[:5, None]), x * weight[:5, None].sigmoid()),
         (reference.add_gated(x, weight[:5, None], residual), x * weight[:5, None].sigmoid() + residual),
     ):
-        torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-14)
+        torch.testing.assert_close(output, expected, atol=1e-14, rtol=1e-14)
 
 
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -148,7 +148,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_row_has_the_same_bits_in_any_batch(name: str, threads: int, generator: torch.Generator) -> None:
+def test_elementwise_row_bits_do_not_depend_on_batch(name: str, threads: int, generator: torch.Generator) -> None:
     """Rows end within a vector, and threads' parts end within rows."""
     before, function = torch.get_num_threads(), ELEMENTWISE[name]
     torch.set_num_threads(threads)
@@ -163,7 +163,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, threads: int, generator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_linear_row_bits_do_not_depend_on_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((96, 576), (96,)))
     linear = reference.pack_linear(weight, bias)
     x = torch.randn((70, 576), generator=generator).to(dtype)

@@ -32,12 +32,12 @@ RULES = {
 CORRECTED = {"softmax", "sigmoid", "sums-of-two", "softcapped"}
 
 
-def judge(scores: list[float], rule: Routing, correction: list[float] | None) -> dict[int, float]:
+def expected_weights(scores: list[float], rule: Routing, correction: list[float] | None) -> dict[int, float]:
     """The weight of each chosen expert of a row, by expert number."""
     if rule.softcap is not None:
         scores = [rule.softcap * math.tanh(s / rule.softcap) for s in scores]
     if rule.score_function == "mixer":
-        return mixed(scores, rule)
+        return mixer_weights(scores, rule)
     total = sum(math.exp(s) for s in scores)
     weights = [1 / (1 + math.exp(-s)) if rule.score_function == "sigmoid" else math.exp(s) / total for s in scores]
     wanted = [w + c for w, c in zip(weights, correction or [0.0] * len(weights), strict=True)]
@@ -52,7 +52,7 @@ def judge(scores: list[float], rule: Routing, correction: list[float] | None) ->
     return {e: weights[e] / divisor * rule.scale for e in chosen}
 
 
-def mixed(scores: list[float], rule: Routing) -> dict[int, float]:
+def mixer_weights(scores: list[float], rule: Routing) -> dict[int, float]:
     found: dict[int, float] = {}
     for _ in range(rule.top_k):
         left = [e for e in range(len(scores)) if e not in found]
@@ -63,21 +63,21 @@ def mixed(scores: list[float], rule: Routing) -> dict[int, float]:
     return found
 
 
-def drawn(generator: torch.Generator, rows: int, name: str) -> tuple[Tensor, Tensor | None]:
+def random_scores(generator: torch.Generator, rows: int, name: str) -> tuple[Tensor, Tensor | None]:
     scores = torch.randn((rows, COUNT), generator=generator) * 2
     return scores, torch.randn(COUNT, generator=generator) * 0.3 if name in CORRECTED else None
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_reference_chooses_and_weighs_by_the_rule(name: str, generator: torch.Generator) -> None:
-    scores, correction = drawn(generator, 60, name)
+def test_choose_experts_follows_routing_rule(name: str, generator: torch.Generator) -> None:
+    scores, correction = random_scores(generator, 60, name)
     chosen, weights = choose_experts(scores, RULES[name], correction)
     for row, experts, parts in zip(scores.tolist(), chosen.tolist(), weights.tolist(), strict=True):
-        wanted = judge(row, RULES[name], None if correction is None else correction.tolist())
+        wanted = expected_weights(row, RULES[name], None if correction is None else correction.tolist())
         assert dict(zip(experts, parts, strict=True)) == pytest.approx(wanted, rel=1e-5)
 
 
-def made(
+def make_moe_components(
     backend: CpuBackend | ReferenceBackend, rule: Routing, correction: Tensor | None, given: dict[str, Tensor]
 ) -> MoEComponents:
     linears = [[backend.pack_linear(each, None) for each in given[name]] for name in ("gate_up", "down")]
@@ -91,21 +91,21 @@ def made(
 @pytest.mark.parametrize("float_router", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
-def test_compiled_mixtures_do_the_same_for_each_row(
+def test_compiled_moe_follows_routing_rule_in_every_batch(
     cpu: CpuBackend, name: str, dtype: torch.dtype, float_router: bool, generator: torch.Generator
 ) -> None:
-    rule, (_, correction) = RULES[name], drawn(generator, 1, name)
+    rule, (_, correction) = RULES[name], random_scores(generator, 1, name)
     shapes = {"router": (COUNT, HIDDEN), "gate_up": (COUNT, 2 * INNER, HIDDEN), "down": (COUNT, HIDDEN, INNER)}
-    given = {key: torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5 for key, shape in shapes.items()}
-    given = {key: each if key == "router" and float_router else each.to(dtype) for key, each in given.items()}
+    tensors = {key: torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5 for key, shape in shapes.items()}
+    tensors = {key: each if key == "router" and float_router else each.to(dtype) for key, each in tensors.items()}
     x = torch.randn((70, HIDDEN), generator=generator).to(dtype)
-    mixture = cpu.make_moe(made(cpu, rule, correction, given))
-    assert isinstance(mixture, CompiledMoE) or not cpu.prefers_native_linear(dtype)
-    got, w = mixture(x), {key: each.double() for key, each in given.items()}
+    moe = cpu.make_moe(make_moe_components(cpu, rule, correction, tensors))
+    assert isinstance(moe, CompiledMoE) or not cpu.prefers_native_linear(dtype)
+    got, w = moe(x), {key: each.double() for key, each in tensors.items()}
     total = torch.zeros((70, HIDDEN), dtype=torch.float64)
     for at, row in enumerate(x.double()):
         scores = (w["router"] @ row).tolist()
-        for expert, part in judge(scores, rule, None if correction is None else correction.tolist()).items():
+        for expert, part in expected_weights(scores, rule, None if correction is None else correction.tolist()).items():
             read, weight = (row * part, 1.0) if rule.weights_inputs else (row, part)
             gate, up = (w["gate_up"][expert] @ read).chunk(2)
             total[at] += weight * (w["down"][expert] @ (torch.nn.functional.silu(gate) * up))
@@ -113,12 +113,16 @@ def test_compiled_mixtures_do_the_same_for_each_row(
     assert error(got, total) < tolerance
     if dtype == torch.float32:  # the reference rounds bf16 scores on some machines and may choose other experts
         assert (
-            error(ReferenceBackend().make_moe(made(ReferenceBackend(), rule, correction, given))(x), total) < tolerance
+            error(
+                ReferenceBackend().make_moe(make_moe_components(ReferenceBackend(), rule, correction, tensors))(x),
+                total,
+            )
+            < tolerance
         )
     for rows in ([0], [69, 3], list(range(20, 51))):
-        assert torch.equal(mixture(x[rows]), got[rows])
+        assert torch.equal(moe(x[rows]), got[rows])
     torch.set_num_threads(3)
-    assert torch.equal(mixture(x), got)
+    assert torch.equal(moe(x), got)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +135,18 @@ def test_compiled_mixtures_do_the_same_for_each_row(
         (Routing(5, num_groups=3, top_k_groups=1), "5 experts of 1 groups of 4"),
     ],
 )
-def test_what_cannot_be_chosen_is_said(rule: Routing, says: str) -> None:
+def test_invalid_routing_returns_reason(rule: Routing, says: str) -> None:
     reason = rule.invalid_reason(COUNT)
     assert reason is not None
     assert says in reason
 
 
-def test_a_gate_of_each_row(cpu: CpuBackend, generator: torch.Generator) -> None:
+def test_add_gated_matches_float64_per_row(cpu: CpuBackend, generator: torch.Generator) -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x, residual = (torch.randn((9, 83), generator=generator).to(dtype) for _ in range(2))
         gate = torch.randn((9, 1), generator=generator).to(dtype)
-        wanted = x.double() * gate.double().sigmoid() + residual.double()
+        expected = x.double() * gate.double().sigmoid() + residual.double()
         whole = cpu.add_gated(x, gate, residual.clone())
         for got in (whole, ReferenceBackend().add_gated(x, gate, residual)):
-            assert error(got, wanted) < tolerance
+            assert error(got, expected) < tolerance
         assert torch.equal(cpu.add_gated(x[3:4], gate[3:4], residual[3:4].clone()), whole[3:4])

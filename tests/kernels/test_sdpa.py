@@ -28,40 +28,46 @@ MIX = [(40, 1), (1, 1), (5, 5), (300, 20), (129, 129), (77, 1)]
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize("mix", [DECODES, MIX], ids=["decodes", "mixed"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (7, 1, 64), (8, 2, 128)])
-def test_it_computes_what_the_reference_does(
+def test_sdpa_attention_matches_reference(
     heads: int, kv_heads: int, dim: int, mix: list[tuple[int, int]], window: int | None, generator: torch.Generator
 ) -> None:
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in mix]
     for chunked in (False, True):
-        wanted = attend(ReferenceBackend(), parts, window=window, chunked=chunked)
-        for found, judged in zip(attend(SdpaBackend(), parts, window=window, chunked=chunked), wanted, strict=True):
-            assert error(found, judged) < 1e-12
+        expected = attend(ReferenceBackend(), parts, window=window, chunked=chunked)
+        for output, reference_output in zip(
+            attend(SdpaBackend(), parts, window=window, chunked=chunked), expected, strict=True
+        ):
+            assert error(output, reference_output) < 1e-12
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize("backend", ["sdpa", "flash"])
-def test_what_looks_ahead(
+def test_bidirectional_attention_matches_reference(
     backend: str, window: int | None, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the page layout of both backends, next to unwritten pages; sequences of one shape are computed together."""
     mix = [(300, 20), (40, 40), (40, 40), (40, 40), (5, 5), (130, 130), (77, 1)]
     parts = [random_part(keys, queries, 6, 2, 24, torch.float64, generator) for keys, queries in mix]
     install_flash(monkeypatch, FakeFlashAttn())
-    made: Backend = SdpaBackend() if backend == "sdpa" else flash2.Flash2Backend()
-    wanted = attend(ReferenceBackend(), parts, window=window, ahead=None)
-    for found, judged in zip(attend(made, parts, window=window, ahead=None), wanted, strict=True):
-        assert error(found, judged) < 1e-12
+    attention_backend: Backend = SdpaBackend() if backend == "sdpa" else flash2.Flash2Backend()
+    expected = attend(ReferenceBackend(), parts, window=window, ahead=None)
+    for output, reference_output in zip(
+        attend(attention_backend, parts, window=window, ahead=None), expected, strict=True
+    ):
+        assert error(output, reference_output) < 1e-12
 
 
-def test_libraries_without_chunks_say_so() -> None:
-    asked = {"sinks": False, "latents": False, "chunks": True}
-    assert SdpaBackend().unsupported_attention_reason(**asked) is None
+def test_flash_reports_unsupported_chunked_attention() -> None:
+    requirements = {"sinks": False, "latents": False, "chunks": True}
+    assert SdpaBackend().unsupported_attention_reason(**requirements) is None
     assert "chunked attention" in str(
-        flash2.Flash2Backend.unsupported_attention_reason(flash2.Flash2Backend.__new__(flash2.Flash2Backend), **asked)
+        flash2.Flash2Backend.unsupported_attention_reason(
+            flash2.Flash2Backend.__new__(flash2.Flash2Backend), **requirements
+        )
     )
 
 
-def test_the_trial_passes() -> None:
+def test_probe_passes_sdpa() -> None:
     assert PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, has_windows=True)(SdpaBackend()) is None
     assert (
         PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, has_windows=True, has_chunked_windows=True)(
@@ -71,20 +77,20 @@ def test_the_trial_passes() -> None:
     )
 
 
-def test_a_model_gives_the_references_tokens(tmp_path: Path) -> None:
+def test_sdpa_engine_tokens_equal_reference(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma3")
     prompts = [list(range(3, 3 + length)) for length in (1, 7, 40, 90)]
 
     def tokens(backend: str) -> dict[str, list[int]]:
         config = EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=64)
         engine = EngineCore(config.model_copy(update={"max_num_batched_tokens": 32}))
-        found = run(engine, [request(str(number), prompt) for number, prompt in enumerate(prompts)])
-        return {name: answer.ids for name, answer in found.items()}
+        outputs = run(engine, [request(str(number), prompt) for number, prompt in enumerate(prompts)])
+        return {name: answer.ids for name, answer in outputs.items()}
 
     assert tokens("sdpa") == tokens("reference")
 
 
-def test_it_says_what_it_lacks() -> None:
+def test_sdpa_is_rejected_for_softcap_and_quantized_kv() -> None:
     backend, why = select_backend(torch.device("cpu"), torch.float32, 64, "sdpa")
     assert (backend.name, why.endswith("; asked for")) == ("sdpa", True)
     with pytest.raises(ValueError, match="sdpa: has no softcap"):
@@ -93,7 +99,7 @@ def test_it_says_what_it_lacks() -> None:
         select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", AttentionRequirements(kv_dtype=torch.int8))
 
 
-def test_cards_before_ampere_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_is_selected_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     backend, why = select_backend(torch.device("cuda"), torch.float16, 64)
     assert backend.name == "sdpa"

@@ -59,7 +59,7 @@ SIZES = [(2, 12, 80), *slow((2, 12, 32), (1, 16, 64), (3, 34, 16))]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rules", [{}, {"norm": True}, {"far": 12.0}])
 @pytest.mark.parametrize(("heads", "key", "value"), SIZES)
-def test_whole_prompts(
+def test_selective_scan_prefill_matches_transformers(
     cpu: CpuBackend, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Time steps near 0 and large ones."""
@@ -72,7 +72,7 @@ def test_whole_prompts(
             assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
 
 
-def test_the_reference_in_float64() -> None:
+def test_float64_reference_selective_scan_matches_transformers() -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(4, 12, 16, generator, norm=True)
     prompt = given(shape, 40, generator, torch.float64)
@@ -80,14 +80,14 @@ def test_the_reference_in_float64() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, dtype: torch.dtype) -> None:
+def test_selective_scan_bits_do_not_depend_on_chunking(cpu: CpuBackend, dtype: torch.dtype) -> None:
     for seed in range(8 if runs_rest() else 2):
         shape = made(2, 12, 80, torch.Generator().manual_seed(2), norm=bool(seed % 2))
         cut_at_random(cpu, shape, dtype, seed)
         cut_at_random(ReferenceBackend(), shape, dtype, seed)
 
 
-def test_what_does_not_fit_is_refused(cpu: CpuBackend) -> None:
+def test_selective_scan_rejects_invalid_slot_drafts_and_shapes(cpu: CpuBackend) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = made(2, 12, 32, generator)
     prompt = given(shape, 20, generator, torch.float32)

@@ -79,25 +79,27 @@ class Kept:
         tensors = (starts, contexts, starts, table, positions, positions, slots, given)
         *where, slots, given = (each.to(self.device) for each in tensors)
         sizes = {"max_query_len": max(counts), "max_context_len": int(contexts.max()), "state_slots": slots}
-        found = self.backend.short_conv(given, self.conv, self.columns, AttentionMetadata(*where, **sizes))
-        return list(found.cpu().split(counts))
+        output = self.backend.short_conv(given, self.conv, self.columns, AttentionMetadata(*where, **sizes))
+        return list(output.cpu().split(counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("channels", "width", "bias"), [(64, 3, False), (200, 4, True), *slow((7, 2, True))])
-def test_whole_prompts(cpu: CpuBackend, channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+def test_short_conv_prefill_matches_float64(
+    cpu: CpuBackend, channels: int, width: int, bias: bool, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(4)
     conv = made(channels, width, bias=bias, generator=generator)
     prompts = [torch.randn((length, 3 * channels), generator=generator).to(dtype) for length in (1, 2, 33, 16, 200)]
     for backend in (cpu, ReferenceBackend()):
         kept = Kept(backend, conv, dtype)
-        found = kept.step([(each, 0, kept.pages(len(each)), at) for at, each in enumerate(prompts)])
-        for got, prompt in zip(found, prompts, strict=True):
+        output = kept.step([(each, 0, kept.pages(len(each)), at) for at, each in enumerate(prompts)])
+        for got, prompt in zip(output, prompts, strict=True):
             assert error(got, expected(prompt, conv)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_gates_and_pages(cpu: CpuBackend, dtype: torch.dtype) -> None:
+def test_ungated_short_conv_without_blocks_matches_float64(cpu: CpuBackend, dtype: torch.dtype) -> None:
     """Computed in chunks, with wrong drafts."""
     generator = torch.Generator().manual_seed(5)
     conv = made(70, 4, bias=False, generator=generator, gated=False)
@@ -106,21 +108,21 @@ def test_without_gates_and_pages(cpu: CpuBackend, dtype: torch.dtype) -> None:
         whole = Kept(backend, conv, dtype, paged=False).step([(prompt, 0, [0], 1)])[0]
         assert error(whole, expected(prompt, conv)) < TOLERANCE[dtype]
         for drafts in (0, 3):
-            kept, done, found = Kept(backend, conv, dtype, drafts=drafts, paged=False), 0, whole[:0]
+            kept, done, output = Kept(backend, conv, dtype, drafts=drafts, paged=False), 0, whole[:0]
             for count in (1, 1, 2, 3, 20, 1, 14, 30, 3):
                 wrong = torch.randn((drafts, 70), generator=generator).to(dtype)
                 (got,) = kept.step([(torch.cat([prompt[: done + count], wrong]), done, [0], 2)])
-                found, done = torch.cat([found, got[:count]]), done + count
-            assert torch.equal(found, whole)
+                output, done = torch.cat([output, got[:count]]), done + count
+            assert torch.equal(output, whole)
 
 
-def test_the_reference_in_float64() -> None:
+def test_float64_reference_short_conv_matches_direct_sum() -> None:
     generator = torch.Generator().manual_seed(4)
     conv = made(24, 3, bias=True, generator=generator)
     prompt = torch.randn((50, 72), generator=generator, dtype=torch.float64)
     kept = Kept(ReferenceBackend(), conv, torch.float64)
-    (found,) = kept.step([(prompt, 0, kept.pages(50), 0)])
-    assert error(found, expected(prompt, conv)) < TOLERANCE[torch.float64]
+    (output,) = kept.step([(prompt, 0, kept.pages(50), 0)])
+    assert error(output, expected(prompt, conv)) < TOLERANCE[torch.float64]
 
 
 def cut_at_random(
@@ -146,7 +148,7 @@ def cut_at_random(
         alone += own.step([(each, 0, own.pages(len(each)), 0)])
     tables = [kept.pages(len(each) + drafts) for each in numbers]
     tables[3][: shared // (PIECE * pieces)] = tables[0][: shared // (PIECE * pieces)]
-    done, found = [0, 0, 0, shared], [numbers[0][:0, :channels] for _ in numbers]
+    done, output = [0, 0, 0, shared], [numbers[0][:0, :channels] for _ in numbers]
     while any(have < len(each) for have, each in zip(done, numbers, strict=True)):
         rows, ends = [], {}
         for at, each in enumerate(numbers):
@@ -159,23 +161,23 @@ def cut_at_random(
         if not rows:
             continue
         for (_, first, _, at), got in zip(rows, kept.step(rows), strict=True):
-            found[at] = torch.cat([found[at], got[: ends[at] - first]])
+            output[at] = torch.cat([output[at], got[: ends[at] - first]])
             done[at] = ends[at]
-    for at, got in enumerate(found):
+    for at, got in enumerate(output):
         assert torch.equal(got, alone[at][len(alone[at]) - len(got) :]), f"sequence {at}"
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, width: int, dtype: torch.dtype) -> None:
+def test_short_conv_bits_do_not_depend_on_chunking(cpu: CpuBackend, width: int, dtype: torch.dtype) -> None:
     conv = made(70, width, bias=width == 4, generator=torch.Generator().manual_seed(width))
     for seed in range(12):
         cut_at_random(cpu, conv, dtype, seed)
         cut_at_random(ReferenceBackend(), conv, dtype, seed, pieces=1 + seed % 3)
 
 
-def test_what_lies_outside_is_refused(cpu: CpuBackend) -> None:
+def test_short_conv_rejects_invalid_block_slot_and_dtype(cpu: CpuBackend) -> None:
     conv = made(64, 3, bias=False, generator=torch.Generator().manual_seed(1))
     kept, prompt = Kept(cpu, conv, torch.float32), torch.randn((20, 192))
     with pytest.raises(IndexError, match="slot points"):

@@ -61,7 +61,7 @@ SIZES = [(2, 4, 12, 32), (1, 2, 128, 64), *slow((3, 3, 6, 80), (2, 6, 64, 16))]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("groups", "heads", "key", "value"), SIZES)
-def test_whole_prompts(
+def test_state_space_prefill_matches_transformers(
     cpu: CpuBackend, groups: int, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(4)
@@ -73,7 +73,7 @@ def test_whole_prompts(
             assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
 
 
-def test_the_reference_in_float64() -> None:
+def test_float64_reference_state_space_matches_transformers() -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(2, 4, 12, 16, generator)
     prompt = given(shape, 40, generator, torch.float64)
@@ -82,14 +82,14 @@ def test_the_reference_in_float64() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, dtype: torch.dtype) -> None:
+def test_state_space_bits_do_not_depend_on_chunking(cpu: CpuBackend, dtype: torch.dtype) -> None:
     for seed in range(12):
         shape = made(2, 4, 12, 48, torch.Generator().manual_seed(2), **RULES[seed % 3])
         cut_at_random(cpu, shape, dtype, seed)
         cut_at_random(ReferenceBackend(), shape, dtype, seed)
 
 
-def test_what_does_not_fit_is_refused(cpu: CpuBackend) -> None:
+def test_state_space_rejects_invalid_slot_drafts_and_shapes(cpu: CpuBackend) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = made(2, 4, 12, 32, generator)
     prompt = given(shape, 20, generator, torch.float32)

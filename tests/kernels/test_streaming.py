@@ -61,7 +61,7 @@ class Runtime:
         self.current, self.pinned = self.main, list[Tensor]()
         empty, copy = torch.empty, Tensor.copy_
 
-        def made(*shape: Any, pin_memory: bool = False, device: Any = None, **named: Any) -> Tensor:
+        def streamer(*shape: Any, pin_memory: bool = False, device: Any = None, **named: Any) -> Tensor:
             tensor = empty(*shape, **named)
             if pin_memory:
                 self.pinned.append(tensor)
@@ -82,7 +82,7 @@ class Runtime:
             yield
             self.current = before
 
-        monkeypatch.setattr(torch, "empty", made)
+        monkeypatch.setattr(torch, "empty", streamer)
         monkeypatch.setattr(Tensor, "copy_", copied)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.copies)
         monkeypatch.setattr(torch.cuda, "stream", entered)
@@ -101,7 +101,7 @@ class Runtime:
                         idle = 0
 
 
-class Whole:
+class PackedWeight:
     def __init__(self, weight: Tensor) -> None:
         self.offloadable_tensors = (weight,)
 
@@ -109,66 +109,68 @@ class Whole:
         return x
 
 
-def loaded(layers: int, streamed: int) -> tuple[HostLayerStreamer, list[Tensor]]:
+def load_streamer(layers: int, streamed: int) -> tuple[HostLayerStreamer, list[Tensor]]:
     """A streamer of layers of two tensors each, filled with the layer's number; and each layer's first tensor."""
     choice = lambda sizes: pick_evenly_spaced_layers(len(sizes), streamed)  # noqa: E731
-    made = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAMED_LAYER_SLOTS)
-    made.set_expected_layer_bytes([1] * layers)
+    streamer = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAMED_LAYER_SLOTS)
+    streamer.set_expected_layer_bytes([1] * layers)
     weights = [torch.full((_SIZE, 3), float(layer)) for layer in range(layers)]
     for layer, weight in enumerate(weights):
-        made.register_packed_linear(layer, Whole(weight))
-        made.register_packed_linear(layer, Whole(torch.full((layer + 1,), layer, dtype=torch.int8)))
-    made.finish_loading()
-    return made, weights
+        streamer.register_packed_linear(layer, PackedWeight(weight))
+        streamer.register_packed_linear(layer, PackedWeight(torch.full((layer + 1,), layer, dtype=torch.int8)))
+    streamer.finish_loading()
+    return streamer, weights
 
 
 @pytest.mark.parametrize(("layers", "streamed"), [(8, 3), (7, 7), (12, 5)])
-def test_a_layer_has_its_own_weights_in_any_order(layers: int, streamed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_layer_reads_correct_weights_in_any_stream_order(
+    layers: int, streamed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(5)
     for _ in range(60):
         with monkeypatch.context() as patch:
             runtime = Runtime(patch)
-            made, weights = loaded(layers, streamed)
-            assert sum(each.nbytes for each in made._slots) < sum(each.nbytes for each in runtime.pinned)
+            streamer, weights = load_streamer(layers, streamed)
+            assert sum(each.nbytes for each in streamer._slots) < sum(each.nbytes for each in runtime.pinned)
             seen = list[bool]()
 
             def look(weight: Tensor, layer: int, seen: list[bool] = seen) -> None:
                 seen.append(bool((weight == layer).all()))
 
             for _ in range(rng.randrange(1, 4)):
-                made.begin_pass()
+                streamer.begin_pass()
                 for layer in range(layers if rng.random() < 0.8 else rng.randrange(1, layers)):
-                    made.enter_layer(layer)
+                    streamer.enter_layer(layer)
                     for _ in range(3):  # computing takes its time
                         runtime.main.do(partial(look, weights[layer], layer))
-                    made.leave_layer(layer)
+                    streamer.leave_layer(layer)
             runtime.finish(rng)
             assert seen
             assert all(seen)
 
 
-def test_a_pass_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_waits_for_all_layer_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a graph capture could not end."""
     runtime = Runtime(monkeypatch)
-    made, _ = loaded(9, 4)
-    made.begin_pass()
+    streamer, _ = load_streamer(9, 4)
+    streamer.begin_pass()
     for layer in range(9):
-        made.enter_layer(layer)
-        made.leave_layer(layer)
-    assert all(event in runtime.waited for event in made._copy_events.values())
-    assert {*made._copy_events} == {*made.streamed_layers}
+        streamer.enter_layer(layer)
+        streamer.leave_layer(layer)
+    assert all(event in runtime.waited for event in streamer._copy_events.values())
+    assert {*streamer._copy_events} == {*streamer.streamed_layers}
 
 
-def test_linears_that_cannot_be_moved_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamer_rejects_backend_with_immovable_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     Runtime(monkeypatch)
-    made = HostLayerStreamer(
+    streamer = HostLayerStreamer(
         ReferenceBackend(),
         torch.device("cuda", 0),
         lambda sizes: pick_evenly_spaced_layers(len(sizes), 3),
         STREAMED_LAYER_SLOTS,
     )
-    made.set_expected_layer_bytes([1] * 4)
+    streamer.set_expected_layer_bytes([1] * 4)
     for layer in range(4):
-        made.register_packed_linear(layer, lambda x, context: x)
+        streamer.register_packed_linear(layer, lambda x, context: x)
     with pytest.raises(ValueError, match="the linears of backend 'reference' cannot be moved"):
-        made.finish_loading()
+        streamer.finish_loading()

@@ -35,7 +35,9 @@ def linear(outs: int, inner: int, generator: torch.Generator) -> tuple[Tensor, T
 
 @pytest.mark.parametrize(("outs", "inner"), [(64, 64), (130, 30), (1, 2), (200, 96), (70, 1026)])
 @pytest.mark.parametrize("wide", [True, False])
-def test_products(tiles: CpuBackend, outs: int, inner: int, wide: bool, generator: torch.Generator) -> None:
+def test_tiled_linear_matches_float64_in_every_batch(
+    tiles: CpuBackend, outs: int, inner: int, wide: bool, generator: torch.Generator
+) -> None:
     weight, bias = linear(outs, inner, generator)
     packed = tiles.pack_linear(weight, bias, wide=wide)
     assert isinstance(packed, PackedLinear)
@@ -49,7 +51,7 @@ def test_products(tiles: CpuBackend, outs: int, inner: int, wide: bool, generato
 
 
 @pytest.mark.parametrize("inner", [96, 70])
-def test_compressed_weights_give_the_same_bits(
+def test_compressed_weights_give_same_bits(
     tiles: CpuBackend, inner: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = linear(200, inner, generator)
@@ -73,7 +75,7 @@ def rounded(number: Fraction) -> Fraction:
     return round(number / size) * size  # round() ties to even
 
 
-def test_the_order_of_sums_is_the_instructions(tiles: CpuBackend, generator: torch.Generator) -> None:
+def test_tiled_sums_follow_amx_instruction_order(tiles: CpuBackend, generator: torch.Generator) -> None:
     """In exact arithmetic: of 32 inputs the even and the odd ones are summed separately, with one rounding per product;
     then their sum is added to the accumulator.
     """
@@ -95,7 +97,7 @@ def test_the_order_of_sums_is_the_instructions(tiles: CpuBackend, generator: tor
             assert Fraction(got[r, o].item()) == total
 
 
-def test_denormals_count_as_zero(tiles: CpuBackend) -> None:
+def test_tiled_linear_treats_denormals_as_zero(tiles: CpuBackend) -> None:
     weight = torch.full((1, 32), 2.0**-130).bfloat16()
     packed = tiles.pack_linear(weight, None, wide=True)
     assert packed(torch.full((1, 32), 2.0**100).bfloat16(), NO_ADAPTERS).item() == 0.0
@@ -108,7 +110,7 @@ INTEGERS = [(130, 192, 32), (40, 160, 80), (33, 1600, 1600), (70, 96, 48), (1, 2
 @pytest.mark.parametrize(("outs", "inner", "group"), INTEGERS)
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_few_bits_have_the_bits_of_vectors(
+def test_tiled_quantized_linear_equals_vector_kernels(
     tiles: CpuBackend, bits: int, offsets: bool, outs: int, inner: int, group: int, generator: torch.Generator
 ) -> None:
     """Single rows and tiles of any size; some, all or none of the blocks of x in 16 bits; embeddings too."""
@@ -117,22 +119,30 @@ def test_few_bits_have_the_bits_of_vectors(
     bias = torch.randn(outs, generator=generator)
     ids = torch.arange(outs)
     for activation_bits, dtype in (("auto", torch.bfloat16), ("auto", torch.float32), ("8", torch.bfloat16)):
-        vectors, ours = (
+        vectors, tiled = (
             CpuBackend(library, activation_bits=activation_bits)
             for library in (native_library.NativeLibrary(trapped.BASE), tiles.library)
         )
-        wanted, made = (each.pack_quantized([weight], bias, dtype=dtype, wide=True) for each in (vectors, ours))
+        vector_linear, tiled_linear = (
+            each.pack_quantized([weight], bias, dtype=dtype, wide=True) for each in (vectors, tiled)
+        )
         for rows in (1, 2, 15, 16, 17, 33, 70):
             some = x[:rows].to(dtype)
-            assert torch.equal(made(some, NO_ADAPTERS), wanted(some, NO_ADAPTERS)), (activation_bits, rows)
-        found, expected = (
-            each.pack_quantized_embedding(weight, dtype=dtype, tied=False).embed_tokens(ids) for each in (ours, vectors)
+            assert torch.equal(tiled_linear(some, NO_ADAPTERS), vector_linear(some, NO_ADAPTERS)), (
+                activation_bits,
+                rows,
+            )
+        rows_of_tiles, rows_of_vectors = (
+            each.pack_quantized_embedding(weight, dtype=dtype, tied=False).embed_tokens(ids)
+            for each in (tiled, vectors)
         )
-        assert torch.equal(found, expected)
+        assert torch.equal(rows_of_tiles, rows_of_vectors)
 
 
 @pytest.mark.parametrize(("inner", "block"), [(192, 32), (300, 100), (40, 4), (160, 128), (96, 96)])
-def test_floats_of_8_bits(tiles: CpuBackend, inner: int, block: int, generator: torch.Generator) -> None:
+def test_tiled_float8_linear_matches_float64_in_every_batch(
+    tiles: CpuBackend, inner: int, block: int, generator: torch.Generator
+) -> None:
     """A row alone must equal the row in a batch, whether its pairs are kept for the next rows or not."""
     weight: Float8Weight = test_cpu_float8.made(130, inner, (1, block), generator)
     bias = torch.randn(130, generator=generator).bfloat16()

@@ -22,7 +22,7 @@ ARRAYS = [
 ]
 
 
-def test_packed_and_unpacked() -> None:
+def test_packed_arrays_unpack_unchanged() -> None:
     staged = torch.full((1000,), 77, dtype=torch.uint8)
     pack_arrays_into(staged, ARRAYS)
     for tensor, array in zip(unpack_arrays(staged, ARRAYS), ARRAYS, strict=True):
@@ -31,7 +31,7 @@ def test_packed_and_unpacked() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_there_and_back(device: str) -> None:
+def test_arrays_survive_upload_and_download(device: str) -> None:
     there = upload_arrays(ARRAYS, torch.device(device))
     assert all(tensor.device.type == device for tensor in there)
     back = HostDownload(there, torch.cuda.Stream() if device == "cuda" else None).wait_for_copy()
@@ -85,22 +85,22 @@ class Recorded:
         self.calls.append(("wait", 0))
 
 
-def test_what_is_downloaded_is_read_behind_its_event_and_not_overwritten_before(
+def test_concurrent_downloads_use_separate_pinned_memory_and_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each of two downloads has its own pinned memory, which nothing writes after its event. Their sources are not
     reused until the copy is done. Only the reader of a result waits.
     """
     runtime = Recorded(monkeypatch)
-    given = [torch.arange(5), torch.ones(3)]
-    first, second = (HostDownload(given, runtime) for _ in range(2))  # type: ignore[arg-type]
+    tensors = [torch.arange(5), torch.ones(3)]
+    first, second = (HostDownload(tensors, runtime) for _ in range(2))  # type: ignore[arg-type]
     assert len({each.data_ptr() for each in runtime.pinned}) == 4
     ordered = [
         ("after what is computed", 0),
         ("enter", 0),
         *[
             call
-            for source, target in zip(given, runtime.pinned, strict=False)
+            for source, target in zip(tensors, runtime.pinned, strict=False)
             for call in (("pin", target.data_ptr()), ("copy", target.data_ptr()), ("keep", source.data_ptr()))
         ],
         ("event", 0),
@@ -113,5 +113,5 @@ def test_what_is_downloaded_is_read_behind_its_event_and_not_overwritten_before(
     assert not written & {place for kind, place in runtime.calls[:half] if kind == "copy"}
     before = len(runtime.calls)
     for each in (first, second):
-        assert all(torch.equal(*pair) for pair in zip(each.wait_for_copy(), given, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(each.wait_for_copy(), tensors, strict=True))
     assert [kind for kind, _ in runtime.calls[before:]] == ["wait", "wait"]

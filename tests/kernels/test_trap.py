@@ -44,8 +44,8 @@ def function(*code: str) -> Callable[..., None]:
     called = made(address)
 
     def call(shapes: bytes, x: Tensor | None = None, weight: Tensor | None = None, sums: Tensor | None = None) -> None:
-        given = [None if each is None else each.data_ptr() for each in (x, weight)]
-        called(shapes, *given, 64, None if sums is None else sums.data_ptr())
+        config = [None if each is None else each.data_ptr() for each in (x, weight)]
+        called(shapes, *config, 64, None if sums is None else sums.data_ptr())
         assert memory  # keeps the code alive during the call
 
     return call
@@ -60,7 +60,7 @@ def shapes(rows: Sequence[int], columns: Sequence[int], *, palette: int = 1, res
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
-def test_products_of_bfloat16(rows: int, generator: torch.Generator) -> None:
+def test_tdpbf16ps_multiplies_bfloat16_tiles(rows: int, generator: torch.Generator) -> None:
     """Small integers have exact sums. This is the quickest test in which the processor traps."""
     x = torch.randint(-9, 10, (rows, 32), generator=generator).bfloat16()
     weight = torch.randint(-9, 10, (32, 16), generator=generator).bfloat16()
@@ -73,7 +73,7 @@ def test_products_of_bfloat16(rows: int, generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(16, 64), (3, 16), (9, 48)])
-def test_products_of_bytes(rows: int, inner: int, generator: torch.Generator) -> None:
+def test_tdpbssd_multiplies_int8_tiles(rows: int, inner: int, generator: torch.Generator) -> None:
     x = torch.randint(-128, 128, (rows, inner), generator=generator, dtype=torch.int8)
     weight = torch.randint(-128, 128, (inner, 16), generator=generator, dtype=torch.int8)
     lines = torch.zeros((rows, 64), dtype=torch.int8)
@@ -85,12 +85,12 @@ def test_products_of_bytes(rows: int, inner: int, generator: torch.Generator) ->
     assert torch.equal(sums, (x.long() @ weight.long()).int())
 
 
-def test_shapes_are_told(generator: torch.Generator) -> None:
-    given, told = shapes((3, 3, 16), (64, 64, 64)), torch.full((64,), 9, dtype=torch.uint8)
-    function(CONFIGURE, TELL, RELEASE)(given, sums=told)
-    assert bytes(told.tolist()) == given
-    function(TELL)(given, sums=told)
-    assert not told.any(), "none are left"
+def test_sttilecfg_stores_tile_shapes(generator: torch.Generator) -> None:
+    config, stored = shapes((3, 3, 16), (64, 64, 64)), torch.full((64,), 9, dtype=torch.uint8)
+    function(CONFIGURE, TELL, RELEASE)(config, sums=stored)
+    assert bytes(stored.tolist()) == config
+    function(TELL)(config, sums=stored)
+    assert not stored.any(), "none are left"
 
 
 FORBIDDEN = {
@@ -122,28 +122,28 @@ def end_of(*calls: Callable[[], object]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_what_the_manual_forbids_ends_the_process(
+def test_invalid_tile_instruction_raises_sigill(
     what: str, trap: ctypes.CDLL | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, given, why = FORBIDDEN[what]
-    assert end_of(lambda: function(*code)(given)) == -signal.SIGILL
+    code, config, why = FORBIDDEN[what]
+    assert end_of(lambda: function(*code)(config)) == -signal.SIGILL
     assert trap is None or why in capfd.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MALFORMED)
-def test_shapes_that_there_are_not_end_it(what: str) -> None:
+def test_malformed_tile_config_raises_sigsegv(what: str) -> None:
     assert end_of(lambda: function(CONFIGURE)(MALFORMED[what])) == -signal.SIGSEGV
 
 
 @pytest.mark.slow
-def test_a_thread_has_shapes_of_its_own() -> None:
-    given = shapes((1, 1, 16), (64, 64, 64))
+def test_tile_config_is_per_thread() -> None:
+    config = shapes((1, 1, 16), (64, 64, 64))
 
     def another() -> None:
-        thread = threading.Thread(target=lambda: function(ZERO)(given))
+        thread = threading.Thread(target=lambda: function(ZERO)(config))
         thread.start()
         thread.join()
 
-    assert end_of(lambda: function(CONFIGURE, ZERO)(given)) == 0
-    assert end_of(lambda: function(CONFIGURE)(given), another) == -signal.SIGILL
+    assert end_of(lambda: function(CONFIGURE, ZERO)(config)) == 0
+    assert end_of(lambda: function(CONFIGURE)(config), another) == -signal.SIGILL

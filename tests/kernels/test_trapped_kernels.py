@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.slow, trapped.needs_tiles]
 SOURCE = Path(__file__).with_name("sanitize.cpp")
 
 
-def test_every_kernel_has_the_bits_of_the_emulation(tmp_path: Path) -> None:
+def test_amx_kernels_equal_emulation_bit_for_bit(tmp_path: Path) -> None:
     """Random shapes, on one to three threads."""
-    found = {}
+    outputs = {}
     for name, library in (("emulated", trapped.emulation()), ("instructions", trapped.instructions())):
         driver, wrote = tmp_path / name, tmp_path / f"{name}.bin"
         command = [
@@ -44,25 +44,25 @@ def test_every_kernel_has_the_bits_of_the_emulation(tmp_path: Path) -> None:
         trapped_too = {} if name == "emulated" or trapped.has_tiles() else preload
         done = subprocess.run([driver, wrote], env=os.environ | trapped_too, capture_output=True, text=True)
         assert done.stdout.endswith("done\n"), done.stdout + done.stderr
-        found[name] = results(wrote)
-    assert len(found["emulated"]) == len(found["instructions"]) > 400
-    for wanted, got in zip(found["emulated"], found["instructions"], strict=True):
-        assert torch.equal(wanted.view(torch.int32), got.view(torch.int32))
+        outputs[name] = results(wrote)
+    assert len(outputs["emulated"]) == len(outputs["instructions"]) > 400
+    for expected, got in zip(outputs["emulated"], outputs["instructions"], strict=True):
+        assert torch.equal(expected.view(torch.int32), got.view(torch.int32))
 
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_thread_that_calls_has_no_tiles_afterwards(threads: int, generator: torch.Generator) -> None:
+def test_linear_releases_tiles_of_calling_thread(threads: int, generator: torch.Generator) -> None:
     """Between two calls another library may set other tile shapes, or none."""
     torch.set_num_threads(threads)
     tiles, trap = CpuBackend(trapped.tiles()), trapped.trap()
     linear = tiles.pack_linear(torch.randn((1024, 512), generator=generator).bfloat16(), None)
     x = torch.randn((16, 512), generator=generator).bfloat16()
-    wanted = linear(x, NO_ADAPTERS)
+    expected = linear(x, NO_ADAPTERS)
     assert trap is None or not trap.has_shapes()
     for code in ([CONFIGURE], [CONFIGURE, RELEASE]):
         function(*code)(shapes((3, 3, 2), (64, 8, 64)))
-        assert torch.equal(linear(x, NO_ADAPTERS), wanted)
+        assert torch.equal(linear(x, NO_ADAPTERS), expected)
 
 
 def done(trap: ctypes.CDLL, work: Callable[[], object]) -> dict[str, int]:
@@ -73,7 +73,7 @@ def done(trap: ctypes.CDLL, work: Callable[[], object]) -> dict[str, int]:
     return {name: trap.done_of(name.encode()) - was for name, was in zip(names, before, strict=True)}
 
 
-def test_what_was_trapped_is_what_multiplies(generator: torch.Generator) -> None:
+def test_linear_executes_expected_amx_instructions(generator: torch.Generator) -> None:
     """For 16 rows and 64 outputs, a block of 32 inputs takes 4 products and 5 loads; the sums are stored once."""
     trap = trapped.trap()
     if trap is None:

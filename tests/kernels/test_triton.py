@@ -64,13 +64,13 @@ FEW = {"test_attention", "test_fused", "test_linear", "test_sampling"}
     [each for path in FILES for each in ([path] if path.stem in FEW else slow(path))],
     ids=lambda path: path.stem,
 )
-def test_under_the_interpreter(path: Path) -> None:
+def test_triton_tests_pass_under_interpreter(path: Path) -> None:
     # The interpreter multiplies with numpy, whose OpenBLAS on some CPUs (AMD's Zen) sums a row in another order in
     # another number of rows. On this kind it does not.
     environment = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Sandybridge"}
-    said = run(["pytest", "-q", "-p", "no:cacheprovider", str(path)], environment)
-    assert " passed" in said
-    assert "skipped" not in said
+    output = run(["pytest", "-q", "-p", "no:cacheprovider", str(path)], environment)
+    assert " passed" in output
+    assert "skipped" not in output
 
 
 OTHERS = (80, 86, 89, 100, 120) if os.environ.get("TEST_ALL_GPUS") else (80, 120)
@@ -84,15 +84,15 @@ def compiled(
 ) -> Iterator[dict[int, Future[str]]]:
     """The output of the compiler for each capability. One compilation uses one core, so several run in parallel."""
     chosen = {item.name for item in request.session.items}
-    asked = [each for each in OTHERS if f"{test_kernels_compile_for_other_gpus.__name__}[{each}]" in chosen]
-    asked += [90] if test_kernels_compile_for_an_h100.__name__ in chosen else []
+    capabilities = [each for each in OTHERS if f"{test_kernels_compile_for_other_gpus.__name__}[{each}]" in chosen]
+    capabilities += [90] if test_kernels_compile_for_h100.__name__ in chosen else []
     if find_spec("triton.backends.nvidia") is None:
         pytest.skip("this Triton has no compiler for NVIDIA GPUs")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         module, environment = "tests.kernels.triton.compile_for_gpu", {"TRITON_INTERPRET": "0"}
         yield {
             each: pool.submit(run, [module, str(tmp_path_factory.mktemp("compiled")), str(each)], environment)
-            for each in asked
+            for each in capabilities
         }
         pool.shutdown(cancel_futures=True)
 
@@ -120,7 +120,7 @@ def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capabi
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
+def test_kernels_compile_for_h100(compiled: dict[int, Future[str]]) -> None:
     """The kernels spill almost nothing, fit into shared memory, use tensor cores and asynchronous copies, and compile
     once.
     """

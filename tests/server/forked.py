@@ -19,9 +19,9 @@ class ForkedChild:
     """The part of Child that WorkerPool uses."""
 
     def __init__(self, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
-        self._input, theirs = socket.socketpair()
-        with socket.socket(fileno=os.dup(descriptors[0])) as control, theirs:
-            self._process = _CONTEXT.Process(target=_run, args=(theirs, control, dict(environment)), daemon=True)
+        self._input, child_socket = socket.socketpair()
+        with socket.socket(fileno=os.dup(descriptors[0])) as control, child_socket:
+            self._process = _CONTEXT.Process(target=_run, args=(child_socket, control, dict(environment)), daemon=True)
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

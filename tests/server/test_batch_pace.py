@@ -16,7 +16,7 @@ APART, LONG = 0.02, 2.0
 
 
 @dataclass(eq=False)
-class Client:
+class FakeClient:
     """The part of an engine client that BatchPacer reads."""
 
     open_everywhere: dict[str, int] = field(default_factory=dict)
@@ -25,8 +25,8 @@ class Client:
 
     def step(self, rows: int, seconds: float, tokens: int | None = None) -> None:
         record = StepRecord(1, 0.0, 1.0, 1.0 + seconds, 2.0, rows, tokens or rows, (), ())
-        for told in self.history.listeners:
-            told(StepEntry(record, 0, ()))
+        for listener in self.history.listeners:
+            listener(StepEntry(record, 0, ()))
 
 
 class Clock:
@@ -38,26 +38,26 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    set_clock(monkeypatch, monotonic=(made := Clock()))
-    return made
+    set_clock(monkeypatch, monotonic=(fake_clock := Clock()))
+    return fake_clock
 
 
-def paced(*clients: Client) -> BatchPacer:
-    given: Any = list(clients)
-    return BatchPacer(lambda: given)
+def make_pacer(*clients: FakeClient) -> BatchPacer:
+    engine_clients: Any = list(clients)
+    return BatchPacer(lambda: engine_clients)
 
 
-def test_alone_lines_begin_until_prompts_wait(clock: Clock) -> None:
-    client = Client({f"a{BATCH_TENANT_SUFFIX}": 9})
-    pace = paced(client)
+def test_lines_start_until_prompts_queue_when_only_batches_run(clock: Clock) -> None:
+    client = FakeClient({f"a{BATCH_TENANT_SUFFIX}": 9})
+    pace = make_pacer(client)
     assert not pace.must_wait(9)
     client.queued_tokens = 1000
     assert pace.must_wait(9)
 
 
-def test_beside_others_lines_begin_apart_and_never_before_a_first_token(clock: Clock) -> None:
-    client = Client({"a": 1})
-    pace = paced(client)
+def test_lines_are_spaced_and_yield_to_first_tokens_of_others(clock: Clock) -> None:
+    client = FakeClient({"a": 1})
+    pace = make_pacer(client)
     assert not pace.must_wait(0)
     pace.record_line_start()
     assert pace.must_wait(0)
@@ -69,9 +69,9 @@ def test_beside_others_lines_begin_apart_and_never_before_a_first_token(clock: C
     assert not pace.must_wait(0), "but a batch goes on, whoever waits"
 
 
-def test_others_are_expected_for_a_second(clock: Clock) -> None:
-    client = Client({"a": 1})
-    pace = paced(client)
+def test_pacer_holds_back_for_second_after_other_requests_end(clock: Clock) -> None:
+    client = FakeClient({"a": 1})
+    pace = make_pacer(client)
     pace.must_wait(0)
     client.open_everywhere.clear()
     clock.now += 0.5
@@ -80,9 +80,9 @@ def test_others_are_expected_for_a_second(clock: Clock) -> None:
     assert not pace.must_wait(1)
 
 
-def test_more_lines_at_a_time_where_steps_are_not_longer_for_it(clock: Clock) -> None:
-    client = Client({"a": 1})
-    pace = paced(client)
+def test_pacer_starts_more_lines_while_steps_stay_as_fast(clock: Clock) -> None:
+    client = FakeClient({"a": 1})
+    pace = make_pacer(client)
     assert pace.must_wait(1), "nothing is known yet"
     client.step(1, 0.010)
     assert not pace.must_wait(0)
@@ -97,7 +97,7 @@ def test_more_lines_at_a_time_where_steps_are_not_longer_for_it(clock: Clock) ->
     assert not pace.must_wait(1), "with two of others, and one of its own, a fourth row counts beside two"
 
 
-def test_steps_with_prompts_or_guesses_say_nothing() -> None:
+def test_steps_with_prefill_or_drafts_are_not_timed() -> None:
     times = StepTimesByRequestCount()
     for tokens in (5, 3):
         times.record_step_time(StepEntry(StepRecord(1, 0, 0, 1, 1, 2, tokens, (), ()), 0, ()))

@@ -19,7 +19,7 @@ LETTERS = hashed(b"abc")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_stream_that_is_left(path: str) -> None:
+async def test_closed_stream_aborts_all_choices(path: str) -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 90_000, "stream": True}
     async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
@@ -34,7 +34,7 @@ async def test_a_stream_that_is_left(path: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_call_that_is_given_up_before_anything_came(stream: bool) -> None:
+async def test_cancelled_call_without_output_aborts_request(stream: bool) -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=30 if stream else 0.002)
     if stream:
         engine.pick = lambda request, position: 0xC3  # half a character: there is nothing to show
@@ -48,7 +48,7 @@ async def test_a_call_that_is_given_up_before_anything_came(stream: bool) -> Non
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/engine/events"])
-async def test_a_killed_client_leaves_nothing_behind(path: str) -> None:
+async def test_reset_connection_leaves_no_task_or_request(path: str) -> None:
     """The client's kernel resets the connection: no task, no request and no reader of the live view stays."""
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
@@ -77,27 +77,27 @@ async def test_a_killed_client_leaves_nothing_behind(path: str) -> None:
         await idle(engine)
 
 
-async def test_many_streams_of_the_openai_sdk_at_once() -> None:
+async def test_concurrent_sdk_streams_equal_whole_responses() -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000)
     async with serving(engine) as port, AsyncOpenAI(base_url=f"{port.url}/v1", api_key="none") as client:
 
-        async def one(number: int) -> None:
-            asked = {"model": NAME, "messages": [{"role": "user", "content": str(number)}], "max_tokens": 50}
-            stream = await client.chat.completions.create(**asked, seed=1, stream=True)
+        async def check_stream(number: int) -> None:
+            request = {"model": NAME, "messages": [{"role": "user", "content": str(number)}], "max_tokens": 50}
+            stream = await client.chat.completions.create(**request, seed=1, stream=True)
             texts = []
             async for chunk in stream:
                 texts.append(chunk.choices[0].delta.content or "")
                 if number % 2 and len(texts) == 10:
                     await stream.close()
                     return
-            whole = await client.chat.completions.create(**asked, seed=1)
+            whole = await client.chat.completions.create(**request, seed=1)
             assert "".join(texts) == whole.choices[0].message.content
 
-        await asyncio.gather(*map(one, range(40)))
+        await asyncio.gather(*map(check_stream, range(40)))
         await idle(engine)
 
 
-async def test_a_grammar_whose_caller_has_left_is_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disconnect_cancels_grammar_check(monkeypatch: pytest.MonkeyPatch) -> None:
     began, given_up = asyncio.Event(), asyncio.Event()
 
     async def check(*args: object) -> None:

@@ -20,13 +20,13 @@ from quire.server.runtime.model_spec_loader import load_served_model_spec
         ("adapter", "there is no folder 'adapter', and it is not a hub id"),
     ],
 )
-def test_an_adapter_that_is_not_there_is_told_by_its_name(path: str, why: str) -> None:
+def test_missing_adapter_folder_is_reported_by_name(path: str, why: str) -> None:
     config = ServerConfig(enable_lora=True, lora_modules=[f"tales={path}"])
     with pytest.raises(ConfigError, match=f"lora_modules: tales: {why}"):
         load_served_model_spec(config)
 
 
-def test_a_folder_that_is_no_adapter_is_told_by_its_name(tmp_path: Path) -> None:
+def test_incomplete_adapter_folder_is_reported_by_name(tmp_path: Path) -> None:
     config = ServerConfig(enable_lora=True, lora_modules=[f"tales={tmp_path}"])
     with pytest.raises(ConfigError, match=r"lora_modules: tales: there is no adapter_config\.json"):
         load_served_model_spec(config)
@@ -35,6 +35,6 @@ def test_a_folder_that_is_no_adapter_is_told_by_its_name(tmp_path: Path) -> None
         load_served_model_spec(config)
 
 
-def test_an_adapter_of_the_hub_is_left_to_the_start() -> None:
+def test_hub_adapter_is_not_checked_early() -> None:
     config = ServerConfig(enable_lora=True, lora_modules=["tales=owner/adapter"])
     check_local_adapters(config, None)

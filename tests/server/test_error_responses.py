@@ -180,7 +180,7 @@ BAD_INPUTS = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("call", "param", "message"), BAD_INPUTS, ids=lambda value: str(value)[:60])
-async def test_bad_input_is_a_400_naming_the_parameter(
+async def test_invalid_input_returns_400_with_param(
     api: Api, call: tuple[str, dict[str, Any]], param: str, message: str
 ) -> None:
     path, body = call
@@ -194,7 +194,7 @@ async def test_bad_input_is_a_400_naming_the_parameter(
     assert not api.engine.seen
 
 
-async def test_too_long_a_prompt_names_both_numbers(api: Api) -> None:
+async def test_overlong_prompt_error_names_length_and_limit(api: Api) -> None:
     for path, body, count in (
         (COMPLETIONS, {"prompt": "x" * 512}, 512),
         (CHAT, {"messages": USER * 60}, 551),
@@ -223,7 +223,7 @@ def too_long(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("count", [512, 9_000])
-async def test_too_long_a_prompt_names_both_numbers_in_every_api(api: Api, count: int) -> None:
+async def test_overlong_prompt_error_names_both_numbers_in_every_api(api: Api, count: int) -> None:
     for path, body in too_long(count):
         answer = await api.http.post(path, json=body)
         assert answer.status_code == 400, path
@@ -234,7 +234,7 @@ async def test_too_long_a_prompt_names_both_numbers_in_every_api(api: Api, count
             assert re.match(r"prompt is too long: \d+ tokens > 512 maximum\. ", answer.json()["error"]["message"])
 
 
-async def test_more_tokens_than_the_context_are_what_the_api_s_vendor_makes_of_them(api: Api) -> None:
+async def test_max_tokens_beyond_context_is_clipped_in_every_api(api: Api) -> None:
     """Every API ends the answer where the context ends, and reports that in a header."""
     talk = {"messages": USER}
     for path, body in (
@@ -250,7 +250,7 @@ async def test_more_tokens_than_the_context_are_what_the_api_s_vendor_makes_of_t
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-async def test_a_strict_server_refuses_fields_without_effect(path: str) -> None:
+async def test_strict_server_rejects_unknown_fields(path: str) -> None:
     known = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}, "/detokenize": {"tokens": [1]}}
     body = known.get(path, {"prompt": "x"})
     async with open_api(FakeEngine(hashed(b"ab")), strict=True) as api:
@@ -267,7 +267,7 @@ async def test_a_strict_server_refuses_fields_without_effect(path: str) -> None:
         assert (response.status_code, response.headers["x-ignored-params"]) == (200, "teperature")
 
 
-async def test_an_unknown_model_is_a_404(api: Api) -> None:
+async def test_unknown_model_returns_404(api: Api) -> None:
     for path, body in (completion(model="gpt"), chat(model="gpt"), ("/tokenize", {"model": "gpt", "prompt": "x"})):
         error = (await api.post(path, body, 404))["error"]
         assert error == {
@@ -295,7 +295,7 @@ async def test_an_unknown_model_is_a_404(api: Api) -> None:
         (b'{"prompt": ' + b"[" * 100_000, "JSON|body"),
     ],
 )
-async def test_a_body_that_is_no_json_object(api: Api, content: bytes, message: str) -> None:
+async def test_body_that_is_not_json_object_returns_400(api: Api, content: bytes, message: str) -> None:
     response = await api.http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -303,13 +303,13 @@ async def test_a_body_that_is_no_json_object(api: Api, content: bytes, message: 
     assert re.search(message, error["message"]), error["message"]
 
 
-async def test_a_form_is_told_to_be_json(api: Api) -> None:
+async def test_form_body_returns_400_not_valid_json(api: Api) -> None:
     response = await api.http.post(COMPLETIONS, data={"prompt": "x"})
     assert response.status_code == 400
     assert "not valid JSON" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_is_no_text_is_told_so(api: Api) -> None:
+async def test_compressed_body_returns_400_with_encoding_hint(api: Api) -> None:
     response = await api.http.post(COMPLETIONS, content=gzip.compress(b"{}"))
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(
@@ -317,7 +317,7 @@ async def test_a_body_that_is_no_text_is_told_so(api: Api) -> None:
     )
 
 
-async def test_unknown_routes_and_methods(api: Api) -> None:
+async def test_unknown_route_returns_404_and_unknown_method_405(api: Api) -> None:
     response = await api.http.get("/v1/nothing")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "unknown_url"
@@ -338,25 +338,25 @@ async def test_unknown_routes_and_methods(api: Api) -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("path", UNSUPPORTED_PATHS)
-async def test_what_others_have_and_this_server_has_not_is_told_so(api: Api, path: str) -> None:
+async def test_unsupported_path_returns_reason_and_existing_alternative(api: Api, path: str) -> None:
     """An endpoint that is merely spelled similarly is not recommended."""
-    asked = f"{path}x" if path.endswith("/") else path
-    told = (await api.http.request("DELETE", asked)).json()["error"]
-    message = told if isinstance(told, str) else told["message"]
-    assert message.startswith(f"This server has no DELETE {asked}: ")
+    url = f"{path}x" if path.endswith("/") else path
+    error = (await api.http.request("DELETE", url)).json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message.startswith(f"This server has no DELETE {url}: ")
     served = (await api.http.get("/openapi.json")).json()["paths"]
     for named in re.findall(r"/v1/[a-z_]+", message.split(": ", 1)[1]):
         assert named in served, "what is recommended is there"
 
 
-async def test_a_bad_query_names_its_parameter(api: Api) -> None:
+async def test_invalid_query_parameter_is_named(api: Api) -> None:
     response = await api.http.get("/v1/engine/trace?seconds=0")
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["message"]) == ("seconds", "seconds: Input should be greater than 0")
 
 
-async def test_at_most_ten_details(api: Api) -> None:
+async def test_validation_error_lists_at_most_ten_details(api: Api) -> None:
     names = [f"{name}_penalty" for name in ("repetition", "presence", "frequency", "length")]
     names += ["temperature", "top_p", "top_k", "min_p", "n", "seed", "min_tokens", "priority"]
     error = (await api.post(CHAT, {"messages": [{"role": "user"}], **dict.fromkeys(names, "x")}, 400))["error"]
@@ -365,7 +365,7 @@ async def test_at_most_ten_details(api: Api) -> None:
     assert error["message"] == "messages[0].role: Field required", "a list ends with its first wrong entry"
 
 
-async def test_an_engine_that_fails_a_request() -> None:
+async def test_engine_failure_returns_500_whole_and_error_event_streamed() -> None:
     async with open_api(FakeEngine(hashed(b"abc"), fail_at=3)) as api:
         error = (await api.post(*completion(), 500))["error"]
         assert error == {
@@ -383,7 +383,7 @@ async def test_an_engine_that_fails_a_request() -> None:
 
 
 @pytest.mark.parametrize(("cause", "status", "told"), [("grammar", 400, "structured_outputs"), ("busy", 503, None)])
-async def test_an_answer_whose_grammar_cannot_be_followed(cause: ErrorCause, status: int, told: str | None) -> None:
+async def test_engine_error_cause_sets_status_and_param(cause: ErrorCause, status: int, told: str | None) -> None:
     async with open_api(FakeEngine(hashed(b"abc"), fail_at=3, cause=cause)) as api:
         body = {"prompt": "x", "structured_outputs": {"regex": "[abc]+"}}
         error = (await api.post(COMPLETIONS, body, status))["error"]
@@ -393,12 +393,12 @@ async def test_an_answer_whose_grammar_cannot_be_followed(cause: ErrorCause, sta
         assert parse_events(streamed.text)[-1] == {"error": error}
 
 
-async def test_what_fails_before_the_first_token_of_a_stream_has_a_status_of_its_own() -> None:
+async def test_failure_before_first_token_sets_stream_status() -> None:
     async with open_api(FakeEngine(hashed(b"abc"), fail_at=0)) as api:
         await api.post(COMPLETIONS, {"prompt": "x", "stream": True}, 500)
 
 
-async def test_an_overloaded_server_says_when_to_come_back(api: Api) -> None:
+async def test_overload_returns_503_with_retry_after(api: Api) -> None:
     def refuse(requests: object) -> None:
         raise Overloaded("too many requests are waiting")
 
@@ -409,7 +409,7 @@ async def test_an_overloaded_server_says_when_to_come_back(api: Api) -> None:
         assert response.json()["error"]["code"] == "overloaded"
 
 
-async def test_an_engine_that_dies() -> None:
+async def test_engine_death_ends_stream_with_error_and_returns_503() -> None:
     engine = FakeEngine(hashed(b"abc"), step_seconds=0.01)
     async with open_api(engine) as api:
         call = asyncio.create_task(api.http.post(CHAT, json={"messages": USER, "stream": True}))
@@ -422,7 +422,7 @@ async def test_an_engine_that_dies() -> None:
         assert (await api.http.get("/health")).status_code == 503
 
 
-async def test_the_unexpected_shows_nothing_of_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_hides_cause_from_caller(caplog: pytest.LogCaptureFixture) -> None:
     def trip(requests: object) -> None:
         raise RuntimeError("secret path /etc")
 

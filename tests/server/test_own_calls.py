@@ -16,7 +16,7 @@ from quire.server.batches.asgi_client import ASGIClient
 from quire.server.config import ServerConfig
 
 
-class Busy:
+class BusyApp:
     """An application that answers with these statuses in turn."""
 
     def __init__(self, *statuses: int, left: asyncio.Event | None = None, **headers: str) -> None:
@@ -33,34 +33,34 @@ class Busy:
         await Response(status_code=self._statuses.pop(0), headers=names)(scope, receive, send)
 
 
-async def asked(app: Busy, left: asyncio.Event | None = None) -> int | None:
+async def post_and_get_status(app: BusyApp, left: asyncio.Event | None = None) -> int | None:
     left = left or asyncio.Event()
     answer = await ASGIClient(app, {"tenant": "someone"}, left).post_with_retries("/v1/responses?model=a", b"{}")
     return None if answer is None else answer.status
 
 
 @pytest.mark.parametrize("busy", [429, 503])
-async def test_where_there_is_no_room_it_is_asked_again(busy: int) -> None:
-    app = Busy(busy, 200)
-    assert await asked(app) == 200
+async def test_internal_call_is_retried_when_server_is_busy(busy: int) -> None:
+    app = BusyApp(busy, 200)
+    assert await post_and_get_status(app) == 200
     assert app.asked == 2 * [("/v1/responses", b"model=a", b"{}", "someone")]
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 500])
-async def test_any_other_answer_is_one(status: int) -> None:
-    assert await asked(Busy(status)) == status
+async def test_internal_call_returns_other_statuses_without_retry(status: int) -> None:
+    assert await post_and_get_status(BusyApp(status)) == status
 
 
-async def test_what_says_that_no_other_try_helps_is_an_answer() -> None:
-    assert await asked(Busy(429, x_should_retry="false")) == 429
+async def test_should_retry_false_stops_retries() -> None:
+    assert await post_and_get_status(BusyApp(429, x_should_retry="false")) == 429
 
 
-async def test_where_the_application_fails_that_is_an_answer() -> None:
-    app = Busy()  # no status is left
-    assert await asked(app) == 500
+async def test_application_exception_returns_500() -> None:
+    app = BusyApp()  # no status is left
+    assert await post_and_get_status(app) == 500
 
 
-async def test_an_answer_has_its_headers_and_all_of_its_body() -> None:
+async def test_internal_call_returns_headers_and_whole_streamed_body() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def pieces() -> AsyncIterator[bytes]:
             yield b"one, "
@@ -73,20 +73,20 @@ async def test_an_answer_has_its_headers_and_all_of_its_body() -> None:
     assert (answer.status, answer.headers["x-request-id"], answer.body) == (200, "r1", b"one, two")
 
 
-async def test_who_leaves_has_no_answer_but_one_that_is_there() -> None:
+async def test_cancelled_internal_call_returns_only_finished_answer() -> None:
     left = asyncio.Event()
-    assert await asked(Busy(503, left=left), left) is None
-    assert await asked(Busy(), left) is None, "nothing is asked any more"
+    assert await post_and_get_status(BusyApp(503, left=left), left) is None
+    assert await post_and_get_status(BusyApp(), left) is None, "nothing is asked any more"
     left = asyncio.Event()
-    assert await asked(Busy(200, left=left), left) == 200
+    assert await post_and_get_status(BusyApp(200, left=left), left) == 200
 
 
-async def test_a_server_s_own_calls_pass_its_check_of_hosts() -> None:
+async def test_internal_calls_pass_allowed_hosts_check() -> None:
     hosts = AllowedHosts(ServerConfig())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         hosts.enforce_if_loopback_only([listener])
-    app = AllowedHostsMiddleware(Busy(200), hosts)
+    app = AllowedHostsMiddleware(BusyApp(200), hosts)
     answer = await ASGIClient(app, {"tenant": "someone"}, asyncio.Event()).post_with_retries("/v1/responses", b"{}")
     assert answer is not None
     assert answer.status == 200

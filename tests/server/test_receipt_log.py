@@ -30,35 +30,35 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
-    async with open_api(FakeEngine(hashed(LETTERS))) as made:
-        yield made
+    async with open_api(FakeEngine(hashed(LETTERS))) as opened:
+        yield opened
 
 
-def receipts_of(text: str) -> list[Receipt]:
+def parse_receipts(text: str) -> list[Receipt]:
     """Return the receipts in a stream's events."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [parse_receipt_json(event.encode()) for event in events if '"object":"receipt"' in event]
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
-async def test_each_api_tells_all_that_its_engine_was_asked(api: Api, path: str, body: dict[str, Any]) -> None:
+async def test_receipt_of_every_api_records_engine_request(api: Api, path: str, body: dict[str, Any]) -> None:
     whole = await api.post(path, {**body, "receipt": True})
     receipt = parse_receipt_json(json.dumps(whole).encode())
     streamed = await api.http.post(path, json={**body, "receipt": True, "stream": True})
-    (other,) = receipts_of(streamed.text)
+    (other,) = parse_receipts(streamed.text)
     by_header = await api.http.post(path, json=body, headers={"X-Receipt": "1"})
-    for found, request in zip((receipt, other, parse_receipt_json(by_header.content)), api.engine.seen, strict=True):
-        (choice,) = found.choices
-        assert (found.prompts[0].ids, choice.seed, found.params) == (request.prompt_ids, request.seed, request.params)
+    for actual, request in zip((receipt, other, parse_receipt_json(by_header.content)), api.engine.seen, strict=True):
+        (choice,) = actual.choices
+        assert (actual.prompts[0].ids, choice.seed, actual.params) == (request.prompt_ids, request.seed, request.params)
         picked = [api.engine.pick(request, position) for position in range(9)]
         assert (choice.token_ids, choice.versions, choice.finish_reason) == (picked, [("1", 9)], "length")
-        assert (choice.logprobs, found.adapter, found.model) == (None, None, body.get("model", "owner/model"))
+        assert (choice.logprobs, actual.adapter, actual.model) == (None, None, body.get("model", "owner/model"))
     assert receipt.id == whole["id"]
     assert receipt.created == whole.get("created", whole.get("created_at", receipt.created))
     assert "receipt" not in await api.post(path, body)
 
 
-async def test_choices_stop_strings_and_log_probabilities(api: Api) -> None:
+async def test_receipt_records_choices_stops_and_logprobs(api: Api) -> None:
     body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 30, "logprobs": 1, "stop": ["AB", "E"], "seed": 1}
     answer = await api.post("/v1/completions", {**body, "receipt": True, "return_token_ids": True})
     receipt = parse_receipt_json(json.dumps(answer).encode())
@@ -72,20 +72,20 @@ async def test_choices_stop_strings_and_log_probabilities(api: Api) -> None:
         assert len(record.logprobs) == len(record.token_ids) == sum(count for _, count in record.versions)
 
 
-async def test_echoes_decisions_and_what_has_none(api: Api) -> None:
+async def test_receipt_of_echo_is_empty_and_unsupported_calls_are_rejected(api: Api) -> None:
     body = {"prompt": "hello", "max_tokens": 0, "echo": True, "receipt": True}
     receipt = parse_receipt_json(json.dumps(await api.post("/v1/completions", body)).encode())
     assert receipt.choices[0].token_ids == []
     beams = {"prompt": "hello", "use_beam_search": True, "n": 2, "max_tokens": 3}
     refused = await api.post("/v1/completions", {**beams, "receipt": True}, 400)
     assert refused["error"]["param"] == "receipt"
-    for path, asked in (("/v1/completions", beams), ("/api/chat", {"model": "second", "messages": MESSAGES})):
-        response = await api.http.post(path, json=asked, headers={"X-Receipt": "1"})
+    for path, request in (("/v1/completions", beams), ("/api/chat", {"model": "second", "messages": MESSAGES})):
+        response = await api.http.post(path, json=request, headers={"X-Receipt": "1"})
         assert response.status_code == 400
         assert "X-Receipt is not available with" in response.text
 
 
-async def test_versions_change_in_mid_answer() -> None:
+async def test_receipt_records_weights_version_change() -> None:
     engine = FakeEngine(hashed(LETTERS), step_seconds=0.01)
     async with open_api(engine) as api:
         body = {"prompt": "hello", "max_tokens": 40, "receipt": True}
@@ -101,7 +101,7 @@ async def test_versions_change_in_mid_answer() -> None:
     assert receipt.hashes.weights["next"] is None
 
 
-async def test_the_log_has_every_answer(tmp_path: Path) -> None:
+async def test_receipt_log_has_every_answer(tmp_path: Path) -> None:
     log = tmp_path / "receipts.jsonl"
     async with open_api(FakeEngine(hashed(LETTERS), step_seconds=0.005), receipt_log=str(log)) as api:
         for path, body in CALLS:
@@ -121,24 +121,24 @@ async def test_the_log_has_every_answer(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-async def test_what_is_no_answer_or_is_told_again_is_not_in_the_log(tmp_path: Path) -> None:
-    log, kept = tmp_path / "receipts.jsonl", tmp_path / "data"
-    async with open_api(FakeEngine(hashed(LETTERS)), receipt_log=str(log), data_dir=kept) as api:
+async def test_receipt_log_omits_replays_warmups_and_scores(tmp_path: Path) -> None:
+    log, data_dir = tmp_path / "receipts.jsonl", tmp_path / "data"
+    async with open_api(FakeEngine(hashed(LETTERS)), receipt_log=str(log), data_dir=data_dir) as api:
         body = {"messages": MESSAGES, "max_tokens": 9, "session_id": "a/b", "stream": True, "receipt": True}
         streamed = await api.http.post("/v1/chat/completions", json=body)
-        told = await api.http.get(f"/v1/streams/{streamed.headers['X-Stream-Id']}")
-        assert told.text == streamed.text
+        resumed = await api.http.get(f"/v1/streams/{streamed.headers['X-Stream-Id']}")
+        assert resumed.text == streamed.text
         header = {"X-Receipt": "1"}
         warmed = await api.http.post("/v1/sessions/a%2Fb/warm", headers=header)
         assert warmed.json()["id"] == "a/b"
         scored = {"query": "a", "items": ["b"], "label_token_ids": [65]}
         assert (await api.http.post("/v1/score", json=scored, headers=header)).status_code == 200
         assert 'to="answer"} 2.0' in (await api.http.get("/metrics")).text
-    (receipt,) = receipts_of(streamed.text)
+    (receipt,) = parse_receipts(streamed.text)
     assert [parse_receipt_json(line) for line in log.read_bytes().splitlines()] == [receipt]
 
 
-async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
+async def test_full_receipt_log_is_rotated_for_all_writers(tmp_path: Path) -> None:
     path = tmp_path / "log"
     logs = [ReceiptLog(path, 100) for _ in range(3)]
     lines = [b"%039d" % number for number in range(9)]
@@ -153,7 +153,7 @@ async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_log_probabilities_over_http_are_those_of_a_forward_pass(dtype: str) -> None:
+async def test_logprobs_over_http_equal_forward_pass(dtype: str) -> None:
     """Generated, echoed and computed in a forward pass: the same bits, which the receipt holds too."""
     forward = Forward(dtype=dtype, threads=1, max_model_len=1024)
     body = {"prompt": "Once upon a time there was", "max_tokens": 20, "logprobs": 0, "receipt": True, "seed": 1}
@@ -163,6 +163,6 @@ async def test_log_probabilities_over_http_are_those_of_a_forward_pass(dtype: st
         whole = choice["prompt_token_ids"] + choice["token_ids"]
         echo = {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 0}
         echoed = (await http.post("/v1/completions", json=echo)).json()["choices"][0]["logprobs"]["token_logprobs"]
-    told = choice["logprobs"]["token_logprobs"]
-    assert told == parse_receipt_json(json.dumps(answer).encode()).choices[0].logprobs == echoed[-20:]
+    generated = choice["logprobs"]["token_logprobs"]
+    assert generated == parse_receipt_json(json.dumps(answer).encode()).choices[0].logprobs == echoed[-20:]
     assert echoed == [None, *forward.logprobs(whole).tolist()]

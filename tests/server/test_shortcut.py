@@ -34,21 +34,21 @@ OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The chunks that took the shortcut."""
-    found: list[bytes] = []
+    chunks: list[bytes] = []
     write = BatchingTransport.write_chunk
 
-    def noted(self: BatchingTransport, chunk: bytes) -> None:
-        found.append(chunk)
+    def record_chunk(self: BatchingTransport, chunk: bytes) -> None:
+        chunks.append(chunk)
         write(self, chunk)
 
-    monkeypatch.setattr(BatchingTransport, "write_chunk", noted)
-    return found
+    monkeypatch.setattr(BatchingTransport, "write_chunk", record_chunk)
+    return chunks
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("burst", [1, 3])
-async def test_a_stream_folds_to_the_whole_answer(
+async def test_stream_through_shortcut_assembles_to_whole_answer(
     path: str, body: dict[str, Any], burst: int, written: list[bytes]
 ) -> None:
     body = {**body, "max_tokens": 40, "seed": 3}
@@ -81,14 +81,14 @@ async def test_continuous_usage_counts_each_token(written: list[bytes]) -> None:
     assert written
 
 
-async def test_messages_and_responses(written: list[bytes]) -> None:
-    asked = {"model": "second", "max_tokens": 30, "messages": [USER]}
+async def test_messages_and_responses_stream_through_shortcut(written: list[bytes]) -> None:
+    messages_body = {"model": "second", "max_tokens": 30, "messages": [USER]}
     async with (
         serving(FakeEngine(hashed(b"abc"), step_seconds=0.001)) as port,
         httpx.AsyncClient(base_url=port.url) as http,
     ):
         for path, body, kind in (
-            ("/v1/messages", asked, "content_block_delta"),
+            ("/v1/messages", messages_body, "content_block_delta"),
             ("/v1/responses", {"input": "x", "max_output_tokens": 30}, "response.output_text.delta"),
         ):
             written.clear()
@@ -100,10 +100,10 @@ async def test_messages_and_responses(written: list[bytes]) -> None:
 
 
 @pytest.mark.slow
-async def test_a_reader_that_rests_gets_everything_in_order(written: list[bytes]) -> None:
+async def test_slow_reader_gets_all_events_in_order(written: list[bytes]) -> None:
     """Events that come while the connection is full wait in the stream, are merged, and are sent by its task."""
-    asked = {"max_tokens": 6_000, "stream": True, "logprobs": True, "top_logprobs": 20}
-    content = json.dumps({"messages": [USER], **asked}).encode()
+    fields = {"max_tokens": 6_000, "stream": True, "logprobs": True, "top_logprobs": 20}
+    content = json.dumps({"messages": [USER], **fields}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += b"Content-Type: application/json\r\n"
     engine = FakeEngine(lambda request, at: b"abcdefghij"[at % 10], burst=100, max_model_len=2**15)

@@ -65,11 +65,11 @@ def no_rollback_of_commits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Database, "write_transaction", writing)
 
 
-def background_answers_left(patch: pytest.MonkeyPatch) -> None:
+def background_answers_not_finished(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Store, "unfinished_responses", lambda self: [])
 
 
-def an_event_twice(patch: pytest.MonkeyPatch) -> None:
+def duplicate_event(patch: pytest.MonkeyPatch) -> None:
     made = EventIdWriter.__init__
 
     def init(self: Any, writer: Any, spec: Any, seen: Sequence[int] = (), known: Any = None) -> None:
@@ -78,7 +78,7 @@ def an_event_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EventIdWriter, "__init__", init)
 
 
-def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
+def replay_forgets_emitted_tokens(patch: pytest.MonkeyPatch) -> None:
     known = EngineClient.request
 
     def request(self: EngineClient, id: str) -> EngineCoreRequest:
@@ -87,7 +87,7 @@ def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineClient, "request", request)
 
 
-def another_seed(patch: pytest.MonkeyPatch) -> None:
+def resumed_answer_changes_seed(patch: pytest.MonkeyPatch) -> None:
     pinned = answer_pins.pin_identity
 
     def loose(resolved: GenerationRequest, fresh: AnswerIdentity, resumed: Any, **more: bool) -> AnswerIdentity:
@@ -96,7 +96,7 @@ def another_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.server.durability.durable_request.pin_identity", loose)
 
 
-def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
+def resumed_answer_skips_token(patch: pytest.MonkeyPatch) -> None:
     known = durable_request.known_progress
 
     def less(earlier: CallProgress | None, num_choices: int, **more: bool) -> CallProgress:
@@ -107,31 +107,31 @@ def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(durable_request, "known_progress", less)
 
 
-def tails_not_read(patch: pytest.MonkeyPatch) -> None:
+def token_log_not_read(patch: pytest.MonkeyPatch) -> None:
     """After a kill and an upgrade a client has received more than the journal holds."""
     patch.setattr("quire.server.store.journal.read_logged_tokens", lambda path: ())
 
 
-def calls_not_written(patch: pytest.MonkeyPatch) -> None:
+def calls_not_journaled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Calls, "put", lambda self, owner, call, expires_at, process: True)
 
 
 # Faults that the simulation found:
 
 
-def ends_not_kept_on_a_full_disk(patch: pytest.MonkeyPatch) -> None:
+def ends_not_retried_on_full_disk(patch: pytest.MonkeyPatch) -> None:
     async def once(what: str, do: Callable[[], Any], given_up: Any = None) -> Any:
         return await do()
 
     patch.setattr("quire.server.routes.responses.retry_until_written", once)
 
 
-def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
+def sizes_not_reverted(patch: pytest.MonkeyPatch) -> None:
     writing = Database.write_transaction
     patch.setattr(Database, "write_transaction", lambda self, *sizes: writing(self))
 
 
-def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
+def silent_leader_ends_callers(patch: pytest.MonkeyPatch) -> None:
     """A silent leader ended each process's journal writes for good."""
 
     def asking(link: Any, from_thread: RunFromThread) -> Callable[[bytes], bytes]:
@@ -149,11 +149,11 @@ def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
 # Faults of several API processes:
 
 
-def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
+def ended_processes_not_removed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processes, "remove_process", lambda self, process: None)
 
 
-def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
+def no_takeover_by_peers(patch: pytest.MonkeyPatch) -> None:
     """The process that is asked for a call computes it while the process that began it still does."""
 
     async def ask(self: Any, process: str, topic: str, body: bytes) -> None:
@@ -162,7 +162,7 @@ def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Peers, "ask_peer", ask)
 
 
-def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
+def taken_over_answer_is_empty(patch: pytest.MonkeyPatch) -> None:
     """Every client counts as disconnected."""
 
     async def left(self: Any) -> bool:
@@ -171,16 +171,16 @@ def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("starlette.requests.Request.is_disconnected", left)
 
 
-def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
+def stream_starts_without_journal(patch: pytest.MonkeyPatch) -> None:
     """A call to the journal's process that gets no answer is not retried."""
     patch.setattr("quire.server.durability.resumable_calls.StoreUnreachable", Gone)
 
 
-def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
+def joining_process_registers_no_calls(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Calls, "register_answering_process", lambda self, process, calls: None)
 
 
-def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
+def file_registered_without_content(patch: pytest.MonkeyPatch) -> None:
     """The next owner of the data deleted a content that a replica was about to register."""
     insert = Files.insert_files
 
@@ -204,25 +204,25 @@ def results_deleted_that_are_known(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [
-        (ends_not_taken_up, SharedServer),
-        (nobody_takes_over, SharedServer),
-        (asks_that_end_what_asks, Replicas),
-        (ends_not_taken_up, Replicas),
-        (streams_that_begin_without_the_journal, Replicas),
+        (ended_processes_not_removed, SharedServer),
+        (no_takeover_by_peers, SharedServer),
+        (silent_leader_ends_callers, Replicas),
+        (ended_processes_not_removed, Replicas),
+        (stream_starts_without_journal, Replicas),
         *slow(
-            (empty_answers_of_whom_is_taken_over, Replicas),
-            (asks_that_end_what_asks, SharedServer),
-            (nobody_takes_over, Replicas),
-            (nobody_joins_with_what_it_has, Replicas),
-            (files_without_their_contents, Replicas),
+            (taken_over_answer_is_empty, Replicas),
+            (silent_leader_ends_callers, SharedServer),
+            (no_takeover_by_peers, Replicas),
+            (joining_process_registers_no_calls, Replicas),
+            (file_registered_without_content, Replicas),
             (results_deleted_that_are_known, Replicas),
         ),
     ],
 )
-def test_a_planted_fault_of_several_is_found(
+def test_simulation_of_several_processes_finds_planted_fault(
     plant: Plant, kind: type[Any], tmp_path: Path, api_programs: Sequence[Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _found(plant, tmp_path, api_programs, monkeypatch, kind)
+    _assert_some_seed_fails(plant, tmp_path, api_programs, monkeypatch, kind)
 
 
 @pytest.mark.slow
@@ -231,23 +231,23 @@ def test_a_planted_fault_of_several_is_found(
     "plant",
     [
         no_rollback_of_commits,
-        background_answers_left,
-        an_event_twice,
-        tokens_forgotten_at_a_replay,
-        another_seed,
-        a_token_left_out,
-        tails_not_read,
-        calls_not_written,
-        *slow(ends_not_kept_on_a_full_disk, sizes_not_set_back),
+        background_answers_not_finished,
+        duplicate_event,
+        replay_forgets_emitted_tokens,
+        resumed_answer_changes_seed,
+        resumed_answer_skips_token,
+        token_log_not_read,
+        calls_not_journaled,
+        *slow(ends_not_retried_on_full_disk, sizes_not_reverted),
     ],
 )
-def test_a_planted_fault_is_found(
+def test_simulation_finds_planted_fault(
     plant: Plant, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _found(plant, tmp_path, [program], monkeypatch)
+    _assert_some_seed_fails(plant, tmp_path, [program], monkeypatch)
 
 
-def _found(
+def _assert_some_seed_fails(
     plant: Plant,
     tmp_path: Path,
     programs: Sequence[Program],

@@ -296,7 +296,7 @@ FOUND_BY_SEVERAL = (
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("seed", [*range(30), *slow(*range(30, 200)), *FOUND])
-def test_one(seed: int, tmp_path: Path, program: Program) -> None:
+def test_simulation_of_one_server_loses_nothing(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, [program])
 
 
@@ -304,14 +304,16 @@ def test_one(seed: int, tmp_path: Path, program: Program) -> None:
 @pytest.mark.parametrize(
     ("kind", "seed"), [*((kind, seed) for kind in KINDS_OF_SEVERAL for seed in range(4)), *FOUND_BY_SEVERAL]
 )
-def test_several(kind: type[Server], seed: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
+def test_simulation_of_several_processes_loses_nothing(
+    kind: type[Server], seed: int, tmp_path: Path, api_programs: Sequence[Program]
+) -> None:
     simulate(seed, tmp_path, api_programs, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(2, 100))
-def test_hundreds(hundred: int, tmp_path: Path, program: Program) -> None:
+def test_hundred_simulations_of_one_server_lose_nothing(hundred: int, tmp_path: Path, program: Program) -> None:
     _simulate_hundred(hundred, tmp_path, [program], ServerProcess)
 
 
@@ -319,7 +321,9 @@ def test_hundreds(hundred: int, tmp_path: Path, program: Program) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(15))
 @pytest.mark.parametrize("kind", KINDS_OF_SEVERAL)
-def test_hundreds_of_several(kind: type[Server], hundred: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
+def test_hundred_simulations_of_several_processes_lose_nothing(
+    kind: type[Server], hundred: int, tmp_path: Path, api_programs: Sequence[Program]
+) -> None:
     _simulate_hundred(hundred, tmp_path, api_programs, kind)
 
 

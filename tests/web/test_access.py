@@ -23,13 +23,13 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 def violations(page: Browser) -> list[Any]:
     # Injected over the protocol, because the page's content security policy blocks scripts.
     page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text(encoding="utf-8")})
-    found = page.driver.execute_async_script(
+    axe_violations = page.driver.execute_async_script(
         "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then((found) => done("
         "found.violations.map((each) => [each.id, each.help, each.nodes.map((node) => node.html.slice(0, 160)"
         " + ' ' + (node.any[0]?.message ?? ''))])), (error) => done([String(error)]))",
         RULES,
     )
-    return list(found)
+    return list(axe_violations)
 
 
 def overflowing(page: Browser, width: int) -> list[str]:
@@ -43,7 +43,7 @@ def overflowing(page: Browser, width: int) -> list[str]:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_both_views_pass_axe_and_fit_the_width(browser: Browser, patient: Server, theme: str, width: int) -> None:
+def test_both_views_pass_axe_and_fit_width(browser: Browser, patient: Server, theme: str, width: int) -> None:
     browser.open(f"{patient.url}/", width, 900)
     browser.run(
         "const select = document.getElementById('theme'); select.value = arguments[0];"
@@ -81,15 +81,15 @@ def test_both_views_pass_axe_and_fit_the_width(browser: Browser, patient: Server
     assert violations(browser) == []
 
 
-def test_the_systems_theme_holds_until_another_is_chosen(browser: Browser, server: Server) -> None:
+def test_system_theme_applies_until_user_chooses_theme(browser: Browser, server: Server) -> None:
     sheet = "return getComputedStyle(document.querySelector('.masthead')).backgroundColor"
-    seen = set()
+    backgrounds = set()
     for scheme in ("light", "dark"):
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         browser.open(f"{server.url}/")
-        seen.add(browser.run(sheet))
-    assert len(seen) == 2
+        backgrounds.add(browser.run(sheet))
+    assert len(backgrounds) == 2
     browser.run("const s = document.getElementById('theme'); s.value = 'light'; s.dispatchEvent(new Event('change'))")
     light = browser.run(sheet)
     browser.driver.refresh()
@@ -97,7 +97,7 @@ def test_the_systems_theme_holds_until_another_is_chosen(browser: Browser, serve
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_every_control_is_reached_by_keyboard(browser: Browser, server: Server) -> None:
+def test_every_control_is_reached_by_tab_key(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/")
     browser.until(lambda: browser.run("return document.activeElement.id") == "draft")
     browser.run("document.querySelector('.skip').focus()")
@@ -106,7 +106,7 @@ def test_every_control_is_reached_by_keyboard(browser: Browser, server: Server) 
     for _ in range(40):
         ActionChains(browser.driver).send_keys(Keys.TAB).perform()  # send_keys of a file field takes file names
         reached.append(browser.run(focused))
-    wanted = [
+    expected = [
         "skip",
         "brand",
         "to-playground",
@@ -121,5 +121,5 @@ def test_every_control_is_reached_by_keyboard(browser: Browser, server: Server) 
         "draft",
         "send",
     ]
-    assert [each for each in reached if each in wanted][: len(wanted)] == wanted
+    assert [each for each in reached if each in expected][: len(expected)] == expected
     assert {"preset", "model", "temperature", "logprobs"} <= set(reached)

@@ -27,7 +27,9 @@ def keeping(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iter
     assert running.stop() == 0, running.log.read_text()
 
 
-def test_a_file_of_requests_is_answered(browser: Browser, keeping: Server, tmp_path: Path) -> None:
+def test_uploaded_batch_file_completes_and_invalid_file_shows_error(
+    browser: Browser, keeping: Server, tmp_path: Path
+) -> None:
     body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 5}
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": body} for n in range(6)]
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -51,7 +53,7 @@ def test_a_file_of_requests_is_answered(browser: Browser, keeping: Server, tmp_p
     browser.until(lambda: browser.text("#file-list").count("jsonl") == 1)
 
 
-def test_where_nothing_was_submitted_there_is_an_example_to_submit(browser: Browser, tmp_path: Path) -> None:
+def test_empty_batch_page_offers_example_batch(browser: Browser, tmp_path: Path) -> None:
     running = Server(tmp_path / "server.log", "--num-kv-blocks", "600", "--data-dir", str(tmp_path / "data"))
     browser.open(f"{running.url}/#/batches")
     browser.click("#batch-try")
@@ -62,14 +64,14 @@ def test_where_nothing_was_submitted_there_is_an_example_to_submit(browser: Brow
     assert running.stop() == 0
 
 
-def test_without_a_folder_it_says_what_to_set_and_nothing_else(browser: Browser, server: Server) -> None:
+def test_batch_page_names_data_dir_flag_when_unset(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/batches")
     browser.until(lambda: "--data-dir" in browser.text("#batch-problem"))
     assert not any(each.is_displayed() for each in browser.all(".batch-part"))
     browser.errors()  # the browser logs the status 404
 
 
-def test_an_answer_goes_on_after_a_reload(browser: Browser, keeping: Server) -> None:
+def test_playground_answer_resumes_after_reload(browser: Browser, keeping: Server) -> None:
     page = visited(browser, keeping)
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: page.all(LAST) and len(said(page)) > 20)

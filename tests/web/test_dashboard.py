@@ -34,8 +34,8 @@ def streams(server: Server, count: int, **fields: Any) -> Iterator[list[list[Any
 
     def read(index: int) -> None:
         prompt = f"Tale {index}: once upon a time there was a king who had {index} sons, and the eldest of them said"
-        sent = {"prompt": prompt, **body}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=120) as response:
+        request_body = {"prompt": prompt, **body}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=request_body, timeout=120) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if ended.is_set():
@@ -80,7 +80,7 @@ def colours(page: Browser) -> list[list[int]]:
     )
 
 
-def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, patient: Server) -> None:
+def test_dashboard_lists_running_requests_and_maps_their_blocks(page: Browser, patient: Server) -> None:
     with streams(patient, 3) as events:
         page.until(lambda: len(page.all("#requests tbody tr")) == 3 and legend(page)[3] > 20)
         ids = set(each(page, "#requests tbody .name", "title"))
@@ -105,7 +105,7 @@ def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, patient
     assert legend(page)[1] > 0, "what was computed stays cached"
 
 
-def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, patient: Server) -> None:
+def test_cancel_button_aborts_one_request_only(page: Browser, patient: Server) -> None:
     with streams(patient, 2) as events:
         page.until(lambda: len(page.all("#requests tbody tr")) == 2 and all(events))
         row = each(page, "#requests tbody .name", "title").index(f"{events[0][0]['id']}-0") + 1
@@ -119,7 +119,7 @@ def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, patient: S
         assert events[1][-1]["choices"][0]["finish_reason"] is None
 
 
-def test_a_request_is_explained(page: Browser, patient: Server) -> None:
+def test_explain_dialog_shows_phases_of_running_request(page: Browser, patient: Server) -> None:
     with streams(patient, 1) as events:
         page.until(lambda: all(events) and page.all("#requests tbody .name"))
         page.click("#requests tbody .name")
@@ -142,14 +142,14 @@ def latest(page: Browser) -> str:
     return "".join(each(page, "#answers tr:first-child .name", "title"))
 
 
-def test_an_answer_stays_listed_after_its_end_and_can_be_explained(page: Browser, patient: Server) -> None:
+def test_finished_request_stays_listed_with_explanation(page: Browser, patient: Server) -> None:
     body = {"prompt": "once upon a time", "max_tokens": 3, "ignore_eos": True}
-    ended = httpx.post(f"{patient.url}/v1/completions", json=body, timeout=120).json()
+    completion = httpx.post(f"{patient.url}/v1/completions", json=body, timeout=120).json()
     with streams(patient, 1) as events:
-        page.until(lambda: all(events) and ended["id"] in latest(page))
-        (told, *_) = patient.get("/v1/engine/requests?limit=1").json()["data"]
+        page.until(lambda: all(events) and completion["id"] in latest(page))
+        (request, *_) = patient.get("/v1/engine/requests?limit=1").json()["data"]
         cells = [text.split(" (")[0] for text in each(page, "#answers tbody tr:first-child td", "textContent")]
-        assert (cells[2], cells[3], cells[-2]) == (told["model"], "length", str(told["prompt_tokens"]))
+        assert (cells[2], cells[3], cells[-2]) == (request["model"], "length", str(request["prompt_tokens"]))
         assert cells[-1] == "3"
         assert not page.one("#answers").text.count(events[0][0]["id"][:12]), "it has not ended"
         page.click("#answers tbody tr:first-child .name")
@@ -162,13 +162,13 @@ def test_an_answer_stays_listed_after_its_end_and_can_be_explained(page: Browser
     assert not page.one("#dashboard").find_element("id", "tenants-sheet").is_displayed(), "nobody needs a key here"
 
 
-def test_identical_prompts_share_pages(page: Browser, patient: Server) -> None:
+def test_legend_counts_shared_blocks_of_identical_prompts(page: Browser, patient: Server) -> None:
     with streams(patient, 2, prompt=[7] * 64) as events:
         page.until(lambda: all(events) and legend(page)[2] >= 3)
         page.until(lambda: "shared" in page.text("#requests tbody"))
 
 
-def test_an_engine_death_is_shown_and_streams_go_on(page: Browser, patient: Server) -> None:
+def test_dashboard_counts_engine_death_and_keeps_streams(page: Browser, patient: Server) -> None:
     deaths = int(page.text(".figure.deaths dd"))
     with streams(patient, 1) as events:
         page.until(lambda: all(events))
@@ -182,7 +182,7 @@ def test_an_engine_death_is_shown_and_streams_go_on(page: Browser, patient: Serv
         assert int(page.text(".figure.replays dd")) >= 1
 
 
-def test_the_event_stream_closes_with_the_view_and_opens_once(page: Browser, patient: Server) -> None:
+def test_dashboard_opens_event_stream_once_per_view(page: Browser, patient: Server) -> None:
     page.click("#to-playground")
     page.one("#draft")
     count = "(...all) => { asked += `${all[0]}`.includes('/engine/events'); return real(...all) }"
@@ -192,7 +192,7 @@ def test_the_event_stream_closes_with_the_view_and_opens_once(page: Browser, pat
     page.until(lambda: page.text("#live") == "Live")
 
 
-def test_a_key_is_asked_for_and_stored_only_on_request(browser: Browser, tmp_path: Path) -> None:
+def test_api_key_dialog_stores_key_only_on_request(browser: Browser, tmp_path: Path) -> None:
     keys = ("--api-key", "open-sesame", "--admin-api-key", "boss")
     guarded = Server(tmp_path / "log", *keys, "--num-kv-blocks", "200", "--threads", "1")
     try:
@@ -225,7 +225,7 @@ def test_a_key_is_asked_for_and_stored_only_on_request(browser: Browser, tmp_pat
         assert guarded.stop() == 0, (tmp_path / "log").read_text()
 
 
-def test_the_memory_bar_divides_all_there_is(page: Browser) -> None:
+def test_memory_bar_parts_sum_to_total(page: Browser) -> None:
     page.until(lambda: page.one("#memory-sheet").is_displayed())
     words = page.one(".memory-bar").get_attribute("aria-label") or ""
     assert all(part in words for part in ("Weights", "KV cache", "Python and libraries", "Free"))
@@ -237,7 +237,7 @@ def test_the_memory_bar_divides_all_there_is(page: Browser) -> None:
     assert sum(parts) == pytest.approx(width, abs=3)
 
 
-def test_a_clicked_request_shows_its_block_table(page: Browser, patient: Server) -> None:
+def test_clicked_request_shows_block_table(page: Browser, patient: Server) -> None:
     with streams(patient, 1, prompt=[7] * 64) as events:
         page.until(lambda: all(events))
         request_id = f"{events[0][0]['id']}-0"
@@ -245,10 +245,10 @@ def test_a_clicked_request_shows_its_block_table(page: Browser, patient: Server)
         page.click("#requests tbody .to-table")
         page.until(lambda: len(page.all("#table li")) >= 5)
         table = patient.get(f"/v1/engine/requests/{request_id}/blocks").json()
-        shown = [int(text) for text in each(page, "#table li", "textContent")]
-        assert shown[:5] == table["block_ids"][:5]
-        assert each(page, "#table li", "title")[0].startswith(f"Tokens 0 to 15: block {shown[0]}, full, held by")
-        count = len(shown)
+        block_ids = [int(text) for text in each(page, "#table li", "textContent")]
+        assert block_ids[:5] == table["block_ids"][:5]
+        assert each(page, "#table li", "title")[0].startswith(f"Tokens 0 to 15: block {block_ids[0]}, full, held by")
+        count = len(block_ids)
         page.until(lambda: len(page.all("#table li")) > count)
     page.until(lambda: "has ended" in page.text("#table-note"))
     page.click("#table-close")

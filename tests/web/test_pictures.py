@@ -58,7 +58,7 @@ def encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def sent(page: Browser) -> list[dict[str, Any]]:
+def messages_as_curl(page: Browser) -> list[dict[str, Any]]:
     """The messages that would be sent, according to the curl command."""
     page.click("#as-curl")
     command = str(page.one("#text-body").get_property("value"))
@@ -67,7 +67,7 @@ def sent(page: Browser) -> list[dict[str, Any]]:
     return list(json.loads(command[begin:end].replace("'\\''", "'"))["messages"])
 
 
-def test_a_pasted_picture_is_sent_shown_and_kept(page: Browser, seeing: Server) -> None:
+def test_pasted_image_is_sent_shown_and_stored(page: Browser, seeing: Server) -> None:
     content = file_of(picture(1, 120, 80))
     assert page.run(PASTE, "draft", encoded(content), "fox.png", "")
     page.until(lambda: page.all("#attached img"))
@@ -77,23 +77,23 @@ def test_a_pasted_picture_is_sent_shown_and_kept(page: Browser, seeing: Server) 
     assert page.one("#log .pictures img").get_attribute("alt") == "fox.png"
     assert violations(page) == []
     url = f"data:image/png;base64,{encoded(content)}"
-    asked = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
-    body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 6}
-    wanted = httpx.post(f"{seeing.url}/v1/chat/completions", json=body, timeout=60).json()
-    said = wanted["choices"][0]["message"]["content"]
-    assert page.run(f"return document.querySelector('{LAST} .body').innerText").split() == said.split()
+    content_parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    body = {"messages": [{"role": "user", "content": content_parts}], "temperature": 0, "max_tokens": 6}
+    response = httpx.post(f"{seeing.url}/v1/chat/completions", json=body, timeout=60).json()
+    expected_text = response["choices"][0]["message"]["content"]
+    assert page.run(f"return document.querySelector('{LAST} .body').innerText").split() == expected_text.split()
     page.driver.refresh()
     page.until(lambda: page.all("#log .pictures img") and page.text("#model"))
     assert page.one("#log .pictures img").get_attribute("src") == url
     page.fill("#draft", "And its colour?")
-    messages = sent(page)
-    assert messages[0]["content"] == asked, "it goes with each later turn"
+    messages = messages_as_curl(page)
+    assert messages[0]["content"] == content_parts, "it goes with each later turn"
     assert messages[-1] == {"role": "user", "content": "And its colour?"}
     page.one("#draft").send_keys(Keys.ENTER)
     page.until(lambda: len(page.all("#log .message")) == 4 and "cached" in page.text(f"{LAST} .note"))
 
 
-def test_a_chosen_picture_is_made_smaller_and_can_be_taken_out(page: Browser, tmp_path: Path) -> None:
+def test_attached_image_is_downscaled_and_removable(page: Browser, tmp_path: Path) -> None:
     large, small = tmp_path / "large.jpg", tmp_path / "small.gif"
     large.write_bytes(file_of(picture(2, 4000, 1000), "JPEG"))
     small.write_bytes(file_of(picture(3, 30, 40), "GIF"))
@@ -111,7 +111,7 @@ def test_a_chosen_picture_is_made_smaller_and_can_be_taken_out(page: Browser, tm
     assert kinds == ["data:image/webp;"] * 2
 
 
-def test_bounds_and_what_is_no_picture(page: Browser, tmp_path: Path) -> None:
+def test_too_many_images_and_invalid_image_show_errors(page: Browser, tmp_path: Path) -> None:
     content = encoded(file_of(picture(4, 30, 30)))
     for number in range(5):
         page.run(PASTE, "playground", content, f"{number}.png", "")
@@ -126,7 +126,7 @@ def test_bounds_and_what_is_no_picture(page: Browser, tmp_path: Path) -> None:
     page.click("#clear")
 
 
-def test_without_room_in_the_storage_the_text_is_kept(page: Browser) -> None:
+def test_conversation_text_is_stored_when_images_exceed_storage(page: Browser) -> None:
     # Browsers store five million characters.
     page.run("localStorage['filler'] = 'x'.repeat(5_100_000)")
     large = encoded(file_of(picture(5, 60, 60)) + bytes(120_000))
@@ -139,10 +139,10 @@ def test_without_room_in_the_storage_the_text_is_kept(page: Browser) -> None:
     page.until(lambda: page.all(LAST) and page.text("#model"))
     assert "fox.png: the picture itself is not kept any more" in page.text("#log .message:first-child .body")
     page.fill("#draft", "And now?")
-    assert sent(page)[0]["content"] == "What is this?"
+    assert messages_as_curl(page)[0]["content"] == "What is this?"
 
 
-def test_what_is_exported_has_its_pictures(browser: Browser, seeing: Server) -> None:
+def test_exported_conversation_keeps_valid_images(browser: Browser, seeing: Server) -> None:
     browser.open(f"{seeing.url}/")
     url = f"data:image/png;base64,{encoded(file_of(picture(6, 20, 20)))}"
     script = "return module.talkFrom(args[0]).toJSON().messages[0].pictures"
@@ -152,18 +152,18 @@ def test_what_is_exported_has_its_pictures(browser: Browser, seeing: Server) -> 
             == given
         )
     for bad in ([], "x", [{}], [{"name": "a", "url": "https://example.org/a.png"}], [{"name": "a", "url": url + '"'}]):
-        told = browser.module("/web/js/talks/talk.js", script, {"messages": [{"role": "user", "pictures": bad}]})
-        assert str(told).startswith("failed: Error: `pictures` is a list"), bad
+        outcome = browser.module("/web/js/talks/talk.js", script, {"messages": [{"role": "user", "pictures": bad}]})
+        assert str(outcome).startswith("failed: Error: `pictures` is a list"), bad
 
 
-def test_a_model_without_eyes_says_so_before_anything_is_sent(browser: Browser, server: Server) -> None:
+def test_text_only_model_rejects_images_before_sending(browser: Browser, server: Server) -> None:
     page = browser
     page.open(f"{server.url}/")
     page.until(lambda: page.text("#model") != "")
     content = encoded(file_of(picture(4, 30, 30)))
     page.run(PASTE, "draft", content, "fox.png", "")
-    said = "the model quire-demo reads no pictures."
-    page.until(lambda: page.text("#problem") == f"fox.png is a picture: {said}")
+    reason = "the model quire-demo reads no pictures."
+    page.until(lambda: page.text("#problem") == f"fox.png is a picture: {reason}")
     assert not page.all("#attached img")
     url = f"data:image/png;base64,{content}"
     talk = {"id": "abcdefgh1234", "updated": 1, "system": "", "title": "Fox"}
@@ -174,17 +174,17 @@ def test_a_model_without_eyes_says_so_before_anything_is_sent(browser: Browser, 
     page.until(lambda: page.all(".talk") and page.text("#model"))
     page.click(".talk")
     page.fill("#draft", "Well?" + Keys.ENTER)
-    page.until(lambda: page.text("#problem") == f"There are pictures in this conversation, and {said}")
+    page.until(lambda: page.text("#problem") == f"There are pictures in this conversation, and {reason}")
     assert page.one("#draft").get_property("value") == "Well?"
 
 
-def test_fields_show_what_the_model_samples_with(page: Browser) -> None:
-    shown = "return arguments[0].map((each) => document.getElementById(each).placeholder)"
+def test_sampling_fields_show_model_defaults_as_placeholders(page: Browser) -> None:
+    script = "return arguments[0].map((each) => document.getElementById(each).placeholder)"
     names = ["temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "max_tokens", "seed"]
-    assert page.run(shown, names) == ["0.2", "7", "1", "1", "0", "no limit", "random"]
+    assert page.run(script, names) == ["0.2", "7", "1", "1", "0", "no limit", "random"]
 
 
-def test_the_engine_shows_where_images_stand(page: Browser, seeing: Server) -> None:
+def test_dashboard_shows_image_positions_in_prompt(page: Browser, seeing: Server) -> None:
     page.open(f"{seeing.url}/#/engine")
     page.until(lambda: page.text("#live") == "Live")
     url = f"data:image/png;base64,{encoded(file_of(picture(1, 120, 80)))}"
@@ -194,8 +194,8 @@ def test_the_engine_shows_where_images_stand(page: Browser, seeing: Server) -> N
     with httpx.stream("POST", f"{seeing.url}/v1/chat/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
         strip = page.one("#requests .images")
-        said = str(strip.get_attribute("aria-label"))
-        assert said.startswith("Images: ")
+        label = str(strip.get_attribute("aria-label"))
+        assert label.startswith("Images: ")
         assert len(page.all("#requests .images .image")) == 2
         page.click("#requests .name")
         page.until(lambda: "stand for images." in page.text("#explain-body"))

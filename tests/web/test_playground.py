@@ -58,11 +58,11 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_it_shows_the_apis_answer_and_remembers_it(page: Browser, server: Server) -> None:
+def test_playground_answers_equal_api_and_survive_reload(page: Browser, server: Server) -> None:
     page.fill("#draft", STORY + Keys.ENTER)
     first = settled(page)
-    wanted = answer(server, [{"role": "user", "content": STORY}])
-    assert flat(first) == flat(wanted)
+    expected = answer(server, [{"role": "user", "content": STORY}])
+    assert flat(first) == flat(expected)
     page.fill("#draft", "And then?")
     page.one("#draft").send_keys(Keys.SHIFT + Keys.ENTER)
     assert page.one("#draft").get_property("value") == "And then?\n"
@@ -70,7 +70,7 @@ def test_it_shows_the_apis_answer_and_remembers_it(page: Browser, server: Server
     page.until(lambda: len(page.all("#log .message")) == 4)
     history = [
         {"role": "user", "content": STORY},
-        {"role": "assistant", "content": wanted},
+        {"role": "assistant", "content": expected},
         {"role": "user", "content": "And then?\nWhat came next?"},
     ]
     second = settled(page)
@@ -82,7 +82,7 @@ def test_it_shows_the_apis_answer_and_remembers_it(page: Browser, server: Server
     assert page.all("#log .message") == []
 
 
-def test_stop_ends_the_stream_and_the_request(browser: Browser, patient: Server) -> None:
+def test_stop_button_ends_stream_and_aborts_request(browser: Browser, patient: Server) -> None:
     page = visited(browser, patient)
     page.click("#tools-fold summary")
     page.fill("#extra", '{"ignore_eos": true, "max_tokens": 8000}')
@@ -94,13 +94,13 @@ def test_stop_ends_the_stream_and_the_request(browser: Browser, patient: Server)
     page.click("#stop-button")
     page.until(lambda: "stopped" in page.text(f"{LAST} .note"))
     page.until(lambda: patient.metric("vllm:num_requests_running") == 0)
-    kept = said(page)
-    assert kept.startswith(early[:20])
+    partial = said(page)
+    assert partial.startswith(early[:20])
     page.driver.refresh()
-    page.until(lambda: page.all(LAST) and said(page) == kept)  # the partial answer stays
+    page.until(lambda: page.all(LAST) and said(page) == partial)  # the partial answer stays
 
 
-def test_messages_can_be_edited_deleted_and_sent_again(page: Browser, server: Server) -> None:
+def test_messages_are_edited_deleted_and_resent(page: Browser, server: Server) -> None:
     page.click("#system-fold summary")
     page.fill("#system", "You tell short tales.")
     page.fill("#draft", STORY + Keys.ENTER)
@@ -109,17 +109,17 @@ def test_messages_can_be_edited_deleted_and_sent_again(page: Browser, server: Se
     field = page.one("#log .message:first-child textarea")
     field.clear()
     field.send_keys("Tell me of a king.", Keys.CONTROL + Keys.ENTER)
-    told = settled(page)
+    edited_answer = settled(page)
     system = {"role": "system", "content": "You tell short tales."}
-    assert flat(told) == flat(answer(server, [system, {"role": "user", "content": "Tell me of a king."}]))
+    assert flat(edited_answer) == flat(answer(server, [system, {"role": "user", "content": "Tell me of a king."}]))
     page.click(f"{LAST} [data-action=delete]")
     assert len(page.all("#log .message")) == 1
     page.click(f"{LAST} [data-action=ask]")
     page.until(lambda: len(page.all("#log .message")) == 2)
-    assert settled(page) == told
+    assert settled(page) == edited_answer
 
 
-def test_what_was_there_before_is_a_version_to_go_back_to(page: Browser) -> None:
+def test_regenerated_answer_keeps_earlier_versions(page: Browser) -> None:
     page.fill("#draft", STORY + Keys.ENTER)
     first = settled(page)
     page.fill("#temperature", "1")
@@ -145,17 +145,17 @@ def test_what_was_there_before_is_a_version_to_go_back_to(page: Browser) -> None
     assert not page.all(".version")
 
 
-def test_a_cut_answer_goes_on_where_it_ended(page: Browser, server: Server) -> None:
+def test_continue_button_extends_truncated_answer(page: Browser, server: Server) -> None:
     page.fill("#max_tokens", "12")
     page.fill("#draft", STORY + Keys.ENTER)
-    cut = settled(page)
+    truncated = settled(page)
     page.click(f"{LAST} [data-action=more]")
-    page.until(lambda: len(said(page)) > len(cut) and page.all(f"{LAST} [data-action=more]"))
-    asked = [{"role": "user", "content": STORY}]
-    assert flat(said(page)) == flat(answer(server, asked, max_tokens=24))
+    page.until(lambda: len(said(page)) > len(truncated) and page.all(f"{LAST} [data-action=more]"))
+    messages = [{"role": "user", "content": STORY}]
+    assert flat(said(page)) == flat(answer(server, messages, max_tokens=24))
 
 
-def test_conversations_are_kept_apart_found_and_brought_back(page: Browser) -> None:
+def test_conversations_are_listed_searched_deleted_and_restored(page: Browser) -> None:
     for text in ("Tell me of a fox.", "Tell me of a raven."):
         page.fill("#max_tokens", "8")
         page.fill("#draft", text + Keys.ENTER)
@@ -177,7 +177,7 @@ def test_conversations_are_kept_apart_found_and_brought_back(page: Browser) -> N
     assert page.text("#log .message:first-child .body") == "Tell me of a fox."
 
 
-def test_a_conversation_is_named(page: Browser) -> None:
+def test_conversation_is_renamed(page: Browser) -> None:
     page.fill("#max_tokens", "8")
     page.fill("#draft", "Tell me of a fox." + Keys.ENTER)
     settled(page)
@@ -200,7 +200,7 @@ def test_a_conversation_is_named(page: Browser) -> None:
     page.until(lambda: page.all(".talk-title") and page.text(".talk-title") == "Tell me of a fox.")
 
 
-def test_on_a_narrow_window_conversations_are_in_a_dialog(page: Browser) -> None:
+def test_narrow_window_shows_conversations_in_dialog(page: Browser) -> None:
     page.resize(1000, 900)
     page.fill("#max_tokens", "8")
     page.fill("#draft", "Tell me of a fox." + Keys.ENTER)
@@ -214,7 +214,7 @@ def test_on_a_narrow_window_conversations_are_in_a_dialog(page: Browser) -> None
     assert not page.all("#talks")[0].is_displayed()
 
 
-def test_a_new_conversation_begins_during_an_answer(browser: Browser, patient: Server) -> None:
+def test_new_conversation_during_answer_stops_running_stream(browser: Browser, patient: Server) -> None:
     page = visited(browser, patient)
     assert page.run("return document.activeElement.id") == "max_tokens"
     page.driver.refresh()
@@ -234,7 +234,7 @@ def test_a_new_conversation_begins_during_an_answer(browser: Browser, patient: S
     assert len(said(page)) > 40
 
 
-def test_two_tabs_do_not_overwrite_each_other(page: Browser, server: Server) -> None:
+def test_two_tabs_do_not_overwrite_conversations_of_each_other(page: Browser, server: Server) -> None:
     page.fill("#max_tokens", "8")
     page.fill("#draft", "The first tab." + Keys.ENTER)
     settled(page)
@@ -257,7 +257,7 @@ def test_two_tabs_do_not_overwrite_each_other(page: Browser, server: Server) -> 
     page.until(lambda: {each.text for each in page.all(".talk-title")} == {"The first tab.", "The second tab."})
 
 
-def test_what_is_exported_can_be_imported(browser: Browser, server: Server) -> None:
+def test_exported_conversation_round_trips_and_invalid_import_fails(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/")
     talk = {
         "system": "Be brief.",
@@ -272,25 +272,25 @@ def test_what_is_exported_can_be_imported(browser: Browser, server: Server) -> N
         ],
     }
     script = "const talk = module.talkFrom(args[0]); talk.show(1, 0); return [talk.toJSON(), talk.toMarkdown()];"
-    kept, markdown = browser.module("/web/js/talks/talk.js", script, talk)
-    one, two = kept["messages"][1:], kept["messages"][1]["versions"]
+    exported, markdown = browser.module("/web/js/talks/talk.js", script, talk)
+    one, two = exported["messages"][1:], exported["messages"][1]["versions"]
     assert [each["content"] for each in one] == ["One", "More"]
     assert two == [None, [{"role": "assistant", "content": "Two"}]]
     assert markdown == "# Hi\n\n## System prompt\n\nBe brief.\n\n## You\n\nHi\n\n## Model\n\nOne\n\n## You\n\nMore\n"
-    made = {"id": "chatcmpl-1", "finish": "length", "tokens": 7, "first": 0.5, "seconds": 1.5}
-    odd = {"stopped": "yes", "cached": -1, "prompt": "3", "html": "<b>"}
-    said = [{"role": "assistant", "content": "Two", "meta": made | odd}]
+    meta = {"id": "chatcmpl-1", "finish": "length", "tokens": 7, "first": 0.5, "seconds": 1.5}
+    invalid_meta = {"stopped": "yes", "cached": -1, "prompt": "3", "html": "<b>"}
+    messages = [{"role": "assistant", "content": "Two", "meta": meta | invalid_meta}]
     script = "const { id, messages } = module.talkFrom(args[0]).toJSON(); return [id, messages[0].meta];"
     for name, same in (("mb2k3x9qabcdefgh", True), ("../../x", False), (7, False), (None, False)):
-        kept = browser.module("/web/js/talks/talk.js", script, {"id": name, "messages": said})
-        assert (kept[0] == name, kept[1]) == (same, made)
+        exported = browser.module("/web/js/talks/talk.js", script, {"id": name, "messages": messages})
+        assert (exported[0] == name, exported[1]) == (same, meta)
     for bad in (1, {}, {"messages": 1}, {"messages": [1]}, {"messages": [{"role": "user", "content": 1}]}):
-        told = browser.module("/web/js/talks/talk.js", "module.talkFrom(args[0])", bad)
-        assert str(told).startswith("failed: Error: "), bad
+        outcome = browser.module("/web/js/talks/talk.js", "module.talkFrom(args[0])", bad)
+        assert str(outcome).startswith("failed: Error: "), bad
 
 
-def test_what_is_there_already_is_not_imported_again(page: Browser, tmp_path: Path) -> None:
-    def told(content: str, name: str = "all.json") -> str:
+def test_import_skips_existing_conversations(page: Browser, tmp_path: Path) -> None:
+    def import_text(content: str, name: str = "all.json") -> str:
         (tmp_path / name).write_text(content)
         page.run("document.getElementById('talks-said').textContent = ''")
         page.all("#talks-import")[0].send_keys(str(tmp_path / name))
@@ -301,27 +301,27 @@ def test_what_is_there_already_is_not_imported_again(page: Browser, tmp_path: Pa
     page.fill("#draft", "Tell me of a fox." + Keys.ENTER)
     settled(page)
     (name,) = page.run(stored)
-    kept = page.run("return localStorage[arguments[0]]", name)
-    exported = json.dumps({"conversations": [json.loads(kept)], "presets": {}})
-    assert told(exported) == "Read: 0 conversations. One was already there."
-    other = json.loads(kept) | {"updated": 5}
-    for said in ("Read: one conversation.", "Read: 0 conversations. One was already there."):
-        assert told(json.dumps([other])) == said
+    stored_talk = page.run("return localStorage[arguments[0]]", name)
+    exported = json.dumps({"conversations": [json.loads(stored_talk)], "presets": {}})
+    assert import_text(exported) == "Read: 0 conversations. One was already there."
+    other = json.loads(stored_talk) | {"updated": 5}
+    for expected in ("Read: one conversation.", "Read: 0 conversations. One was already there."):
+        assert import_text(json.dumps([other])) == expected
         assert len(page.run(stored)) == 2
-        assert page.run("return localStorage[arguments[0]]", name) == kept
+        assert page.run("return localStorage[arguments[0]]", name) == stored_talk
     page.click("#talks-list [aria-label^=Delete]")  # the one that is shown
-    assert told(exported) == "Read: one conversation."
+    assert import_text(exported) == "Read: one conversation."
     page.click(".talk")
     assert "cut at max tokens" in page.text(f"{LAST} .note"), "how it was made is kept"
-    assert told("# Notes\n", "notes.md") == "notes.md is not a Quire export: it is no JSON."
-    assert told("{}").startswith("all.json is not a Quire export: ")
+    assert import_text("# Notes\n", "notes.md") == "notes.md is not a Quire export: it is no JSON."
+    assert import_text("{}").startswith("all.json is not a Quire export: ")
 
 
 def attach(page: Browser, *paths: Path) -> None:
     page.all("#attach")[0].send_keys("\n".join(map(str, paths)))
 
 
-def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, server: Server, tmp_path: Path) -> None:
+def test_attached_files_are_sent_in_fences_and_shown_folded(page: Browser, server: Server, tmp_path: Path) -> None:
     notes, code = tmp_path / "notes.txt", tmp_path / "fox.md"
     notes.write_text("The fox lives in a den.\r\n")
     code.write_text("A fence:\n```py\nfox()\n```\n")
@@ -331,8 +331,8 @@ def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, s
     page.fill("#draft", "Who lives there?" + Keys.ENTER)
     settled(page)
     fences = "```notes.txt\nThe fox lives in a den.\n```\n\n````fox.md\nA fence:\n```py\nfox()\n```\n````"
-    asked = f"{fences}\n\nWho lives there?"
-    assert flat(said(page)) == flat(answer(server, [{"role": "user", "content": asked}], max_tokens=6))
+    expected_prompt = f"{fences}\n\nWho lives there?"
+    assert flat(said(page)) == flat(answer(server, [{"role": "user", "content": expected_prompt}], max_tokens=6))
     assert not page.one("#log .message:first-child").text.count("den"), "folded"
     page.click(".attached-file summary")
     assert "The fox lives in a den." in page.one("#log .message:first-child").text
@@ -347,8 +347,8 @@ def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, s
 
 def pdf(path: Path, *lines: str) -> Path:
     """Write a PDF file of one page with these lines, or of one page without text."""
-    shown = " T* ".join(f"({line}) Tj" for line in lines)
-    stream = f"BT /F1 12 Tf 14 TL 72 700 Td {shown} ET".encode()
+    text_operators = " T* ".join(f"({line}) Tj" for line in lines)
+    stream = f"BT /F1 12 Tf 14 TL 72 700 Td {text_operators} ET".encode()
     parts = [b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"]
     parts.append(
         b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
@@ -365,14 +365,14 @@ def pdf(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_pdfs_text_goes_with_a_message(page: Browser, server: Server, tmp_path: Path) -> None:
+def test_text_of_attached_pdf_is_sent(page: Browser, server: Server, tmp_path: Path) -> None:
     attach(page, pdf(tmp_path / "report.pdf", "Foxes live in dens.", "Owls live in trees."))
     page.until(lambda: page.all("#attached li"))
     page.fill("#max_tokens", "6")
     page.fill("#draft", "Who lives there?" + Keys.ENTER)
     settled(page)
-    asked = "```report.pdf\nFoxes live in dens.\nOwls live in trees.\n```\n\nWho lives there?"
-    assert flat(said(page)) == flat(answer(server, [{"role": "user", "content": asked}], max_tokens=6))
+    expected_prompt = "```report.pdf\nFoxes live in dens.\nOwls live in trees.\n```\n\nWho lives there?"
+    assert flat(said(page)) == flat(answer(server, [{"role": "user", "content": expected_prompt}], max_tokens=6))
     (broken := tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more")
     attach(page, pdf(tmp_path / "scanned.pdf"), broken)
     page.until(lambda: page.text("#problem").count("\n") == 1)
@@ -382,7 +382,7 @@ def test_a_pdfs_text_goes_with_a_message(page: Browser, server: Server, tmp_path
     ]
 
 
-def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) -> None:
+def test_rejected_attachments_are_named(page: Browser, tmp_path: Path) -> None:
     large, binary, none, fine = (tmp_path / name for name in ("large.txt", "binary.dat", "none.txt", "fine.txt"))
     large.write_text("x" * 300_000)
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
@@ -408,7 +408,7 @@ def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) 
     assert not page.all(".dropping")
 
 
-def test_presets_are_saved_picked_deleted_and_read_from_a_file(page: Browser, tmp_path: Path) -> None:
+def test_presets_are_saved_selected_deleted_and_imported(page: Browser, tmp_path: Path) -> None:
     def choices() -> list[str]:
         return [each.text for each in page.all("#preset option")]
 
@@ -428,12 +428,12 @@ def test_presets_are_saved_picked_deleted_and_read_from_a_file(page: Browser, tm
     assert page.one("#temperature").get_property("value") == "0"
     page.driver.refresh()
     page.until(lambda: page.text("#model") != "" and page.one("#preset").get_property("value") == "cold")
-    kept = page.run("return localStorage['quire.presets']")
+    stored_presets = page.run("return localStorage['quire.presets']")
     page.click("#preset-delete")
     assert "cold" not in choices()
     assert page.one("#temperature").get_property("value") == "0"
     exported = tmp_path / "all.json"
-    exported.write_text(json.dumps({"conversations": [], "presets": json.loads(kept)}))
+    exported.write_text(json.dumps({"conversations": [], "presets": json.loads(stored_presets)}))
     page.all("#talks-import")[0].send_keys(str(exported))
     page.until(lambda: page.text("#talks-said") == "Read: 0 conversations and one preset.")
     assert page.one("#preset").get_property("value") == "cold"
@@ -442,7 +442,7 @@ def test_presets_are_saved_picked_deleted_and_read_from_a_file(page: Browser, tm
     page.until(lambda: "temperature must be a string" in page.text("#talks-said"))
 
 
-def test_tokens_are_coloured_by_what_the_api_reports(page: Browser, server: Server) -> None:
+def test_token_colors_match_logprobs_of_api(page: Browser, server: Server) -> None:
     page.click("#logprobs")
     page.fill("#max_tokens", "12")
     page.fill("#draft", STORY + Keys.ENTER)
@@ -464,30 +464,30 @@ def test_tokens_are_coloured_by_what_the_api_reports(page: Browser, server: Serv
     assert readout.count("%") == 6
 
 
-def test_a_text_is_continued_and_can_be_adopted(page: Browser, server: Server) -> None:
+def test_completion_view_continues_text_and_adopts_result(page: Browser, server: Server) -> None:
     page.run("document.querySelector('input[value=completion]').click()")
     page.fill("#prompt", "Once upon a time")
     page.fill("#max_tokens", "20")
     page.one("#prompt").send_keys(Keys.CONTROL + Keys.ENTER)
     page.until(lambda: "cut at max tokens" in page.text("#continued-note"))
     body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 20}
-    wanted = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-    assert page.text("#continued") == wanted
+    expected = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    assert page.text("#continued") == expected
     page.click("#adopt")
-    assert page.one("#prompt").get_property("value") == "Once upon a time" + wanted
+    assert page.one("#prompt").get_property("value") == "Once upon a time" + expected
 
 
-def test_the_code_shown_repeats_the_request(page: Browser, server: Server) -> None:
+def test_shown_python_and_curl_code_repeats_request(page: Browser, server: Server) -> None:
     page.fill("#max_tokens", "60")
     page.fill("#top_k", "7")
     page.fill("#draft", "It's a fox's \"story\"?" + Keys.ENTER)
     page.until(lambda: "cut at" in page.text(f"{LAST} .note"))
-    wanted = flat(said(page))
+    expected = flat(said(page))
     page.click("#as-python")
     script = str(page.one("#text-body").get_property("value"))
     page.one("#text-body").send_keys(Keys.ESCAPE)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (flat(done.stdout), done.stderr) == (wanted, "")
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (flat(completed.stdout), completed.stderr) == (expected, "")
     page.click("#as-curl")
     command = str(page.one("#text-body").get_property("value"))
     page.one("#text-body").send_keys(Keys.ESCAPE)
@@ -498,7 +498,7 @@ def test_the_code_shown_repeats_the_request(page: Browser, server: Server) -> No
         assert output.count('"content"') > 5
 
 
-def test_errors_are_shown_in_words(page: Browser) -> None:
+def test_request_errors_are_shown_and_draft_is_kept(page: Browser) -> None:
     page.fill("#temperature", "9")
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: "temperature" in page.text("#problem"))
@@ -545,7 +545,7 @@ return "<b>"
 ```"""
 
 
-def test_code_is_coloured_and_formulas_are_set(browser: Browser, server: Server) -> None:
+def test_markdown_highlights_code_and_renders_formulas(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/")
     draw = "document.querySelector('#opening').replaceChildren(module.markdown(args[0]))"
     browser.module("/web/js/message/markdown.js", draw, SHOWN)
@@ -562,7 +562,7 @@ def test_code_is_coloured_and_formulas_are_set(browser: Browser, server: Server)
     assert not browser.all("#opening [href]")
 
 
-def test_markdown_is_text_whatever_it_says(browser: Browser, server: Server) -> None:
+def test_markdown_escapes_html_and_unsafe_links(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/")
     tags, links, text = browser.module(
         "/web/js/message/markdown.js",
@@ -575,21 +575,21 @@ def test_markdown_is_text_whatever_it_says(browser: Browser, server: Server) -> 
     allowed = {"h3", "p", "strong", "a", "code", "pre", "ul", "ol", "li", "blockquote"}
     assert set(tags) - {"br", "div", "button", "table", "thead", "tbody", "tr", "th", "td"} == allowed
     assert set(links) == {"https:"}
-    for kept in (
+    for escaped in (
         "<img src=x onerror=alert(1)>",
         "<script>alert(2)</script>",
         "<iframe",
         "<svg onload=alert(6)>",
         "<i>c</i>",
     ):
-        assert kept in text, kept
+        assert escaped in text, escaped
     for source in ("", "*", "**", "`", "```", "- ", "[](", "|", "> ", "# ", "_a_b_", "\n\n\n", "*" * 2000, "[" * 2000):
         assert not str(browser.module("/web/js/message/markdown.js", "module.markdown(args[0])", source)).startswith(
             "failed"
         )
 
 
-def test_what_is_typed_stays_until_the_settings_are_valid(page: Browser) -> None:
+def test_draft_stays_until_settings_are_valid(page: Browser) -> None:
     page.fill("#max_tokens", "5")
     page.click("#json")
     page.fill("#schema", '{"type": "object"')
@@ -606,7 +606,7 @@ def test_what_is_typed_stays_until_the_settings_are_valid(page: Browser) -> None
     assert "Who is there?" in page.text("#log .message:first-child")
 
 
-def test_fields_beside_each_other_are_in_line(page: Browser) -> None:
+def test_paired_fields_align_when_label_wraps(page: Browser) -> None:
     """Scroll bars take room, so one label may need two lines."""
     script = "return [...document.querySelectorAll('.pairs input')].map((each) => each.getBoundingClientRect().bottom)"
     longer = "document.querySelector('label[for=max_tokens]').textContent = 'A label of two lines in every font'"
@@ -615,22 +615,22 @@ def test_fields_beside_each_other_are_in_line(page: Browser) -> None:
     assert bottoms[0:8:2] == bottoms[1:8:2]
 
 
-def test_a_label_belongs_to_one_field(page: Browser) -> None:
+def test_element_ids_are_unique(page: Browser) -> None:
     ids = page.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
     assert len(ids) == len(set(ids))
     assert page.run("return document.querySelector('label[for=stop]').control.tagName") == "TEXTAREA"
 
 
-def test_a_tool_that_was_forced_is_not_forced_again_after_its_result(page: Browser) -> None:
+def test_forced_tool_choice_becomes_auto_after_tool_result(page: Browser) -> None:
     script = "return args[0].map((messages) => module.chatBody(args[1], {system: ''}, messages).tool_choice)"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    asked = [{"role": "user", "content": "x"}]
-    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    answered.append({"role": "tool", "tool_call_id": "1", "content": "7"})
+    first_turn = [{"role": "user", "content": "x"}]
+    with_result = [*first_turn, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with_result.append({"role": "tool", "tool_call_id": "1", "content": "7"})
     for choice, after in (
         ("required", "auto"),
         ({"type": "function", "function": {"name": "f"}}, "auto"),
         ("none", "none"),
     ):
         settings = {"stop": "", "tools": "", "schema": "", "extra": json.dumps({"tool_choice": choice})}
-        assert page.module("/web/js/request.js", script, [asked, answered], settings) == [choice, after]
+        assert page.module("/web/js/request.js", script, [first_turn, with_result], settings) == [choice, after]

@@ -11,7 +11,7 @@ from tests.web.browser import Browser
 pytestmark = pytest.mark.slow
 
 
-def test_turns_stand_beside_each_other_with_what_was_missed_and_why(browser: Browser, server: Server) -> None:
+def test_explain_dialog_shows_cached_and_missed_tokens_of_each_turn(browser: Browser, server: Server) -> None:
     story = " ".join(f"The {number}th door is closed." for number in range(60))
     ids = []
     for day, more in (("Monday", ""), ("Monday", " And then?"), ("Sunday", " And then? <b>Who</b>?")):
@@ -26,8 +26,8 @@ def test_turns_stand_beside_each_other_with_what_was_missed_and_why(browser: Bro
     browser.click("#answers tbody tr:first-child .name")
     browser.until(lambda: browser.one("#explain-dialog").is_displayed())
     script = "return [...document.querySelectorAll('.prefix-turns .strip')].map((each) => each.title)"
-    shown = browser.driver.execute_script(script)
-    assert shown == [
+    titles = browser.driver.execute_script(script)
+    assert titles == [
         f"{each['cached_tokens']:,} from the cache, {each['missed_tokens']:,} could have been cached, "
         f"{each['new_tokens']:,} new"
         for each in turns

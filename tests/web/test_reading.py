@@ -67,7 +67,7 @@ def url(chromium: Browser) -> Iterator[str]:
     thread.join(30)
 
 
-def test_thinking_and_calls_are_shown_and_results_go_back(browser: Browser, url: str) -> None:
+def test_reasoning_and_tool_calls_are_shown_and_results_sent(browser: Browser, url: str) -> None:
     browser.open(f"{url}/")
     browser.click("#tools-fold summary")
     browser.fill("#tools", TOOLS)
@@ -81,8 +81,8 @@ def test_thinking_and_calls_are_shown_and_results_go_back(browser: Browser, url:
     assert browser.text(".prose p").strip() == "Let me look."
     assert browser.text(".tool-name code") == "weather"
     assert browser.run("return document.querySelector('.tool-arguments').innerText") == "city Bern"
-    for given in ('{"sky": "snow"}', "-3 C, rain"):
-        browser.one(".tool-result textarea").send_keys(given, Keys.CONTROL + Keys.ENTER)
+    for tool_result in ('{"sky": "snow"}', "-3 C, rain"):
+        browser.one(".tool-result textarea").send_keys(tool_result, Keys.CONTROL + Keys.ENTER)
     browser.until(lambda: len(browser.all("#log .message")) == 5 and browser.all("#log .message:last-child strong"))
     browser.until(lambda: browser.text("#log .message:last-child .prose") == "It snows in Bern.")
     assert browser.text("#log .message:nth-child(3) .json-text") == "snow"
@@ -92,7 +92,7 @@ def test_thinking_and_calls_are_shown_and_results_go_back(browser: Browser, url:
     assert not browser.all(".tool-result"), "which calls have results is known of a stored talk, too"
 
 
-def test_what_goes_to_the_model_is_what_the_api_wants(browser: Browser, url: str) -> None:
+def test_tool_result_request_has_api_message_form(browser: Browser, url: str) -> None:
     """The request after a tool call, as shown by the curl command."""
     browser.open(f"{url}/")
     browser.click("#tools-fold summary")
@@ -105,14 +105,19 @@ def test_what_goes_to_the_model_is_what_the_api_wants(browser: Browser, url: str
     body = str(browser.one("#text-body").get_property("value"))
     sent = json.loads(body[body.index("{") : body.rindex("'")].replace("'\\''", "'"))
     browser.click("#text-dialog [data-close]")
-    asked, called, *told = sent["messages"][:4]
-    assert [each["role"] for each in (asked, called, *told)] == ["user", "assistant", "tool", "tool"]
-    assert [each["tool_call_id"] for each in told] == [each["id"] for each in called["tool_calls"]]
-    assert all(each.keys() == {"role", "content", "tool_call_id"} for each in told)
-    assert "reasoning" not in called
+    user_message, assistant_message, *tool_messages = sent["messages"][:4]
+    assert [each["role"] for each in (user_message, assistant_message, *tool_messages)] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+    ]
+    assert [each["tool_call_id"] for each in tool_messages] == [each["id"] for each in assistant_message["tool_calls"]]
+    assert all(each.keys() == {"role", "content", "tool_call_id"} for each in tool_messages)
+    assert "reasoning" not in assistant_message
 
 
-def test_an_answer_in_json_is_a_tree_with_its_text_behind_it(browser: Browser, url: str) -> None:
+def test_json_answer_is_shown_as_tree_and_raw_text(browser: Browser, url: str) -> None:
     browser.open(f"{url}/")
     assert not browser.one("#json").is_selected()
     browser.click("#json")
@@ -127,8 +132,10 @@ def test_an_answer_in_json_is_a_tree_with_its_text_behind_it(browser: Browser, u
     assert browser.text("#schema-said") == "Fits: an object with name, age, friends."
     browser.click("#send")
     browser.until(lambda: browser.all(".json .tree"))
-    shown = browser.run("return [...document.querySelectorAll('.json .json-name, .json [class^=json-]')].length")
-    assert shown > 6
+    num_json_elements = browser.run(
+        "return [...document.querySelectorAll('.json .json-name, .json [class^=json-]')].length"
+    )
+    assert num_json_elements > 6
     assert browser.text(".json .tree") == FOX_SHOWN
     assert browser.text(".json .raw code") == FOX.decode()
     browser.click("#as-curl")
@@ -139,7 +146,7 @@ def test_an_answer_in_json_is_a_tree_with_its_text_behind_it(browser: Browser, u
     browser.click("#text-dialog [data-close]")
 
 
-def test_a_wide_answer_scrolls_within_a_phone(browser: Browser, url: str) -> None:
+def test_wide_answer_does_not_overflow_phone_width(browser: Browser, url: str) -> None:
     browser.open(f"{url}/", 390, 844)
     browser.fill("#draft", "Wide" + Keys.ENTER)
     browser.until(lambda: browser.all(".prose table") and browser.all(".prose math") and browser.one("#send"))
@@ -155,7 +162,7 @@ def test_a_wide_answer_scrolls_within_a_phone(browser: Browser, url: str) -> Non
 HUGE = "[" * 60 + "]" * 60
 
 
-def test_what_is_no_tree_stays_text(browser: Browser, url: str) -> None:
+def test_json_tree_is_drawn_for_objects_and_lists_only(browser: Browser, url: str) -> None:
     browser.open(f"{url}/")
     is_tree = "return module.jsonOf(args[0]) !== null"
     path = "/web/js/message/tree.js"
@@ -165,15 +172,15 @@ def test_what_is_no_tree_stays_text(browser: Browser, url: str) -> None:
         assert browser.module(path, is_tree, text) is False, text
     hostile = '{"<img src=x onerror=alert(1)>": "<b>x</b>", "__proto__": {"a": null}}'
     script = "const block = module.jsonBlock(module.jsonOf(args[0]), args[0]);"
-    shown = browser.module(
+    drawn = browser.module(
         path, script + "return [block.textContent, block.querySelectorAll('img, b').length]", hostile
     )
-    assert shown[1] == 0
-    assert "<b>x</b>" in shown[0]
-    assert "__proto__" in shown[0]
+    assert drawn[1] == 0
+    assert "<b>x</b>" in drawn[0]
+    assert "__proto__" in drawn[0]
 
 
-def test_a_long_conversation_is_not_drawn_again_for_an_answer(browser: Browser, url: str) -> None:
+def test_new_answer_does_not_redraw_long_conversation(browser: Browser, url: str) -> None:
     browser.open(f"{url}/")
     browser.run(
         "const messages = []; for (let i = 0; i < 1000; i++) messages.push({role: 'user', content: 'Question ' + i},"

@@ -17,14 +17,14 @@ FITS = "return document.documentElement.scrollHeight <= innerHeight"
 ONE_ROW = "return document.querySelector('.tools').getBoundingClientRect().top < 20"
 
 
-def test_a_blank_page_fits_a_phone_with_its_toolbar_in_one_row(browser: Browser, server: Server) -> None:
+def test_blank_page_fits_phone_with_one_row_toolbar(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/", 390, 844)
     browser.one("#draft")
     assert browser.run(ONE_ROW)
     assert browser.run(FITS)
 
 
-def test_no_height_is_that_of_a_phone_without_its_own_toolbars(browser: Browser, server: Server) -> None:
+def test_stylesheets_use_dvh_and_no_100vh(browser: Browser, server: Server) -> None:
     """100vh is the height of a phone's window while its toolbars are hidden; dvh is the current height."""
     browser.open(f"{server.url}/")
     rules = browser.run("return [...document.styleSheets].flatMap((each) => [...each.cssRules]).map((e) => e.cssText)")
@@ -32,7 +32,7 @@ def test_no_height_is_that_of_a_phone_without_its_own_toolbars(browser: Browser,
     assert [rule for rule in rules if " 100vh" in rule or "(100vh" in rule] == []
 
 
-def test_nothing_is_scrolled_within_a_low_window_but_the_page(browser: Browser, patient: Server) -> None:
+def test_only_page_itself_scrolls_in_low_window(browser: Browser, patient: Server) -> None:
     browser.open(f"{patient.url}/", 1280, 650)
     browser.one("#draft")
     assert browser.run(SCROLLED) == []
@@ -45,7 +45,7 @@ def test_nothing_is_scrolled_within_a_low_window_but_the_page(browser: Browser, 
         assert browser.run(SCROLLED) == []
 
 
-def test_cancel_is_in_sight_however_wide_the_row(browser: Browser, patient: Server) -> None:
+def test_cancel_button_is_visible_when_request_row_is_wide(browser: Browser, patient: Server) -> None:
     browser.open(f"{patient.url}/#/engine", 390, 844)
     with streams(patient, 1):
         browser.until(lambda: browser.all("#requests tbody .danger"))

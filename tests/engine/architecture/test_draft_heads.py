@@ -16,19 +16,19 @@ from tests.tiny_models import SHAPE
 HIDDEN, VOCAB, LAYERS = 64, 384, 8
 
 
-def numbers(tensors: tiny_heads.Tensors) -> int:
+def count_head_parameters(tensors: tiny_heads.Tensors) -> int:
     """The embedding belongs to the decoder, and d2t and t2d are token maps, so neither counts."""
     return sum(each.numel() for name, each in tensors.items() if name not in ("embed_tokens.weight", "d2t", "t2d"))
 
 
-def test_a_spec_says_the_parameters_of_an_eagle_head() -> None:
+def test_eagle_spec_parameter_shapes_equal_head_tensors() -> None:
     model = parse_family_config(tiny_heads.eagle_config(HIDDEN, VOCAB), "config.json")
     tensors = tiny_heads.eagle_tensors(HIDDEN, VOCAB)
     shapes = build_eagle_spec(model, LAYERS, tensors, is_eagle3=False).parameter_shapes()
     assert shapes == {name: tuple(each.shape) for name, each in tensors.items() if name != "embed_tokens.weight"}
 
 
-def test_a_spec_says_the_parameters_of_an_eagle_3_head() -> None:
+def test_eagle3_spec_parameter_shapes_equal_head_tensors() -> None:
     config = tiny_heads.eagle_config(HIDDEN, VOCAB, draft_vocab_size=VOCAB // 2)
     model = parse_family_config(config, "config.json")
     tensors = tiny_heads.eagle3_tensors(HIDDEN, VOCAB, taps=3)
@@ -37,13 +37,13 @@ def test_a_spec_says_the_parameters_of_an_eagle_3_head() -> None:
     assert shapes == {name: shape for name, shape in stored.items() if name not in ("d2t", "t2d")}
 
 
-def test_a_spec_says_the_parameters_of_medusas_heads() -> None:
+def test_medusa_spec_parameter_shapes_equal_head_tensors() -> None:
     tensors = tiny_heads.medusa_tensors(HIDDEN, VOCAB, heads=3)
     shapes = MedusaSpec(3, 1, HIDDEN, VOCAB).parameter_shapes()
     assert shapes == {name: tuple(each.shape) for name, each in tensors.items()}
 
 
-def test_the_plan_of_a_head_whose_weights_are_not_here_counts_no_embedding(tmp_path: Path) -> None:
+def test_draft_plan_from_config_alone_excludes_embedding(tmp_path: Path) -> None:
     config = tiny_heads.eagle_config(SHAPE["hidden_size"], SHAPE["vocab_size"], draft_vocab_size=100)
     (tmp_path / "config.json").write_text(json.dumps(config))
     served = {"model_type": "llama", **SHAPE, "num_hidden_layers": LAYERS}
@@ -52,4 +52,4 @@ def test_the_plan_of_a_head_whose_weights_are_not_here_counts_no_embedding(tmp_p
     tensors = tiny_heads.eagle3_tensors(SHAPE["hidden_size"], SHAPE["vocab_size"], taps=3, said=100)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:100]
     assert plan is not None
-    assert plan.stored.num_floats == numbers(tensors)
+    assert plan.stored.num_floats == count_head_parameters(tensors)

@@ -27,7 +27,7 @@ NOT_LOADED = {"apertus": 3, "opt": 2 * 64}
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_a_spec_says_the_parameters_of_its_decoder(family: str, tmp_path: Path) -> None:
+def test_decoder_spec_parameter_shapes_equal_module_and_checkpoint(family: str, tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, family)
     spec = decoder_spec(read_model_config(path))
     backend = ReferenceBackend()
@@ -39,7 +39,7 @@ def test_a_spec_says_the_parameters_of_its_decoder(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", tiny_encoders.ENCODERS)
-def test_a_spec_says_the_parameters_of_its_encoder(family: str, tmp_path: Path) -> None:
+def test_encoder_spec_parameter_shapes_equal_module(family: str, tmp_path: Path) -> None:
     spec = build_encoder_spec(read_model_config(tiny_encoders.save_tiny_encoder(tmp_path, family)))
     backend = ReferenceBackend()
     scheme = UnquantizedScheme(backend, torch.float32)

@@ -27,7 +27,7 @@ def decoder(*layers: tuple[object, ...], tied: bool = False) -> DecoderSpec:
     return DecoderSpec(VOCAB, HIDDEN, layers, NORM, tie_embeddings=tied)  # type: ignore[arg-type]
 
 
-def test_a_token_is_multiplied_with_all_parameters_but_the_embedding() -> None:
+def test_step_costs_count_all_parameters_except_embedding() -> None:
     for tied in (False, True):
         costs = decoder((ATTENTION, MLP), (ATTENTION, MLP), tied=tied).step_costs()
         body = 2 * (ATTENTION_PARAMETERS + MLP_PARAMETERS) + HIDDEN
@@ -36,7 +36,7 @@ def test_a_token_is_multiplied_with_all_parameters_but_the_embedding() -> None:
         assert costs.prefill_flops(10) == 2 * 10 * body + 2 * VOCAB * HIDDEN + 2 * 2 * 64 * 10**2
 
 
-def test_experts_are_read_as_far_as_they_are_chosen() -> None:
+def test_step_costs_count_only_routed_experts() -> None:
     experts = MoELayerSpec(8, Routing(2), INNER, NORM)
     costs = experts.step_costs("", HIDDEN)
     each = 3 * HIDDEN * INNER
@@ -45,14 +45,14 @@ def test_experts_are_read_as_far_as_they_are_chosen() -> None:
     assert costs.parameters_read(2) == round(9 * HIDDEN + 8 * each * (1 - 0.75**2))
 
 
-def test_a_norm_that_two_sublayers_read_costs_once() -> None:
+def test_step_costs_count_shared_norm_once() -> None:
     parallel = replace(MLP, parallel=True, shares_norm=True)
     alone = decoder((parallel,)).step_costs()
     both = decoder((ATTENTION, parallel)).step_costs()
     assert both.dense_parameters - alone.dense_parameters == ATTENTION_PARAMETERS - HIDDEN
 
 
-def test_each_use_of_shared_weights_reads_them() -> None:
+def test_step_costs_count_shared_transformer_weights_per_use() -> None:
     block = SharedTransformerSpec(
         attention=replace(ATTENTION, input_size=2 * HIDDEN, input_norm=False),
         intermediate_size=INNER,
@@ -69,12 +69,12 @@ def test_each_use_of_shared_weights_reads_them() -> None:
     assert second.attention_width == 64
 
 
-def test_latent_attention_attends_by_keys_and_values_and_caches_latents() -> None:
+def test_mla_spec_attends_over_keys_and_values_but_caches_latents() -> None:
     attention = MLALayerSpec(4, 32, 8, 16, 12, None, scale=1.0, rope={}, norm=NORM, latent_eps=1e-6)
     assert attention.attention_width == 4 * (8 + 16 + 12) // 2
     assert attention.kv_cache_spec.bytes_per_token(2, 4) == 2 * (32 + 8)
 
 
-def test_codes_have_scales_and_columns_none() -> None:
+def test_quantized_kv_state_adds_head_scales_except_for_columns() -> None:
     assert PagedState(128, None, 16).bytes_per_token(1, 2, head_scale_bytes=2) == 128 + 8 * 2
     assert PagedColumnState(64, 4).bytes_per_token(1, 2, head_scale_bytes=2) == 2 * (4 * 64 // 16)

@@ -33,7 +33,9 @@ from tests.tiny_models import save_tiny_model
         ("mamba", {"intermediate_size": 120}, "intermediate_size: expected a multiple of 16 channels, got 120"),
     ],
 )
-def test_what_is_wrong_is_told(family: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_contradictory_config_sizes_raise_model_error(
+    family: str, fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     save_tiny_model(tmp_path, family)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))

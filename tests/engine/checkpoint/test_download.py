@@ -46,7 +46,7 @@ def refusal(name: str, revision: str | None = None) -> str:
     return caught.value.message
 
 
-def test_a_gguf_model_is_the_one_file_that_is_meant(hub: Hub) -> None:
+def test_gguf_model_downloads_only_selected_file(hub: Hub) -> None:
     file = resolve_model("own/gguf")
     assert (file.name, file.read_bytes()) == ("m-Q4_K_M.gguf", GGUFS["m-Q4_K_M.gguf"])
     assert resolve_model(f"{hub.url}/own/gguf:q8_0").name == "m-Q8_0.gguf"
@@ -54,33 +54,33 @@ def test_a_gguf_model_is_the_one_file_that_is_meant(hub: Hub) -> None:
     assert [len(hub.downloads(name)) for name in GGUFS] == [1, 1, 1]
 
 
-def test_split_files_come_together(hub: Hub) -> None:
+def test_split_gguf_downloads_all_parts(hub: Hub) -> None:
     first = resolve_model("own/gguf:Q6_K")
     assert first.name == "m-Q6_K-00001-of-00002.gguf"
     assert [each.read_bytes()[:1] for each in sorted(first.parent.glob("*.gguf"))] == [b"\1", b"\2"]
 
 
-def test_safetensors_are_taken_where_nothing_asks_for_gguf(hub: Hub) -> None:
+def test_safetensors_are_preferred_unless_gguf_is_named(hub: Hub) -> None:
     folder = resolve_model("own/both")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert resolve_model("own/both:GGUF").name == "m-Q8_0.gguf", "what -hf asks for"
     assert not hub.downloads("model.safetensors")[1:]
 
 
-def test_pytorch_s_files_come_where_there_are_no_others(hub: Hub) -> None:
+def test_pytorch_bin_files_download_only_without_safetensors(hub: Hub) -> None:
     shards = {f"pytorch_model-0000{number}-of-00002.bin": b"w" for number in (1, 2)}
-    beside = {"training_args.bin": b"x", "flax_model.msgpack": b"x", "pytorch_model.bin.index.json": b"{}"}
-    hub.repos["own/old"] = Repo({"config.json": CONFIG, **shards, **beside})
+    other_files = {"training_args.bin": b"x", "flax_model.msgpack": b"x", "pytorch_model.bin.index.json": b"{}"}
+    hub.repos["own/old"] = Repo({"config.json": CONFIG, **shards, **other_files})
     hub.repos["own/new"] = Repo({"config.json": CONFIG, "model.safetensors": b"w", "pytorch_model.bin": b"x"})
-    wanted = ["config.json", *shards, "pytorch_model.bin.index.json"]
-    assert sorted(path.name for path in resolve_model("own/old").iterdir()) == wanted
+    expected = ["config.json", *shards, "pytorch_model.bin.index.json"]
+    assert sorted(path.name for path in resolve_model("own/old").iterdir()) == expected
     assert sorted(path.name for path in resolve_model("own/new").iterdir()) == ["config.json", "model.safetensors"]
     hub.asked.clear()
     assert resolve_model("own/old").is_dir()
     assert not hub.downloads(next(iter(shards)))
 
 
-def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_model_resolves_without_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     file, folder = resolve_model("own/gguf:Q4_K_M"), resolve_model("own/both")
     hub.asked.clear()
     assert resolve_model("own/gguf:Q4_K_M") == file
@@ -92,21 +92,21 @@ def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyP
     assert "own/gguf has no GGUF file Q8_0; it has Q4_K_M" in refusal("own/gguf:Q8_0")
 
 
-def test_a_broken_connection_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_resumes_after_broken_connection(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 20)  # 10 MB; partial chunks are dropped
     hub.breaks["m-Q8_0.gguf"] = 60
     assert resolve_model("own/gguf:Q8_0").read_bytes() == GGUFS["m-Q8_0.gguf"]
     assert [each.rpartition(" ")[2] for each in hub.downloads("m-Q8_0.gguf")][1] == "bytes=60-"
 
 
-def test_a_file_that_came_wrong_is_not_kept(hub: Hub) -> None:
+def test_download_with_wrong_sha256_is_discarded(hub: Hub) -> None:
     hub.wrong.add("m-Q8_0.gguf")
     assert "m-Q8_0.gguf came with the SHA-256" in refusal("own/gguf:Q8_0")
     hub.wrong.clear()
     assert resolve_model("own/gguf:Q8_0").read_bytes() == GGUFS["m-Q8_0.gguf"]
 
 
-def test_a_disk_without_room_is_told_before_anything_comes(hub: Hub) -> None:
+def test_full_disk_is_reported_before_download(hub: Hub) -> None:
     hub.repos["own/gguf"].sizes["m-Q4_K_M.gguf"] = 2**60
     assert "too full for own/gguf: `quire list`" in refusal("own/gguf:Q4_K_M")
     assert not hub.downloads("m-")
@@ -120,7 +120,9 @@ def test_a_disk_without_room_is_told_before_anything_comes(hub: Hub) -> None:
         (RuntimeError("CAS service error\nmore"), "own/gguf cannot be downloaded: CAS service error"),
     ],
 )
-def test_a_disk_that_fills_up_is_told(raised: Exception, says: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_error_reports_disk_that_fills_up(
+    raised: Exception, says: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object, **__: object) -> str:
         raise raised
 
@@ -129,14 +131,14 @@ def test_a_disk_that_fills_up_is_told(raised: Exception, says: str, hub: Hub, mo
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_folder_that_cannot_be_written_is_named(number: int, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_folder_is_named_in_error(number: int, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> str:
         raise OSError(number, os.strerror(number), "/models/hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
-    said = refusal("own/both")
-    assert f"/models/hub cannot be written by uid {os.getuid()} ({os.strerror(number).lower()})" in said
-    assert "HF_HOME" in said
+    message = refusal("own/both")
+    assert f"/models/hub cannot be written by uid {os.getuid()} ({os.strerror(number).lower()})" in message
+    assert "HF_HOME" in message
 
 
 @pytest.mark.few(4)
@@ -155,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_named(number: int, hub: Hub, monkeyp
         ("gguf", None, "it is not a hub id"),
     ],
 )
-def test_why_a_model_does_not_come(
+def test_resolve_model_error_says_why_model_is_unavailable(
     name: str, token: str | None, says: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if token is not None:
@@ -164,12 +166,12 @@ def test_why_a_model_does_not_come(
 
 
 @pytest.mark.parametrize("name", ["own/gated", "own/private"])
-def test_a_token_opens_what_is_closed(name: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_token_opens_gated_and_private_models(name: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "reader")
     assert (resolve_model(name) / "model.safetensors").read_bytes() == b"w"
 
 
-def test_a_revision_and_a_hub_that_fails_are_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_revision_and_hub_failures_are_reported(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("own/both", "v9") == "model: revision: own/both has no branch, tag or commit 'v9'"
     hub.status = 503
     assert "the hub answers 503 for own/both: try again later" in refusal("own/both")
@@ -177,7 +179,7 @@ def test_a_revision_and_a_hub_that_fails_are_told(hub: Hub, monkeypatch: pytest.
     assert "the hub cannot be reached at http://127.0.0.1:1" in refusal("own/both")
 
 
-def test_a_plan_needs_headers_alone(hub: Hub) -> None:
+def test_read_raw_config_downloads_only_gguf_header(hub: Hub) -> None:
     content = tiny_gguf(size=16 * 2**20)
     hub.repos["own/real"] = Repo({"m-F32.gguf": content})
     raw, file = read_raw_config("own/real:F32")

@@ -41,12 +41,12 @@ def read_all(path: Path) -> None:
     assert len(spec.layer_cache_specs) == spec.num_layers
 
 
-def plan(path: Path) -> None:
+def read_sizes(path: Path) -> None:
     sizes = read_model_sizes(read_raw_config(str(path))[0])
     assert sizes.kv_values_per_token + sizes.conv_values_per_token > 0
 
 
-def refusal(read: Callable[[Path], None], path: Path) -> str:
+def error_of(read: Callable[[Path], None], path: Path) -> str:
     """The error's one line; empty if the config is accepted."""
     try:
         read(path)
@@ -95,7 +95,7 @@ READERS = (
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", READERS)
-def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) -> None:
+def test_any_value_of_config_field_is_read_or_rejected(family: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
     if "text_config" in config:
         config["text_config"] = config["text_config"] | {"model_type": "gemma3_text"}
@@ -110,7 +110,7 @@ def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) 
             if "text_config" in config:
                 changed = config | {"text_config": config["text_config"] | inner}
             file.write_text(json.dumps(changed))
-            refused += bool(refusal(read_all, tmp_path))
+            refused += bool(error_of(read_all, tmp_path))
     assert refused > 300
 
 
@@ -124,7 +124,7 @@ ROPES = {
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("field", [*get_type_hints(RopeFields), *get_type_hints(RopesByLayerType)])
-def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
+def test_any_value_of_rope_field_is_read_or_rejected(field: str, tmp_path: Path) -> None:
     for family in ROPES.get(field, ("llama3-rope", "gemma3-linear-rope", "gpt_oss")):
         config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
         for value in VALUES:
@@ -132,7 +132,7 @@ def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
             nested = {name: each | {field: value} for name, each in ropes.items() if isinstance(each, dict)}
             changed = {"rope_parameters": nested or ropes | {field: value}}
             (tmp_path / "config.json").write_text(json.dumps(config | changed))
-            assert "\n" not in refusal(read_all, tmp_path)
+            assert "\n" not in error_of(read_all, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
         ("mixtral", "num_local_experts", "x"),
     ],
 )
-def test_errors_name_the_field_that_stands_in_the_file(family: str, field: str, value: Any, tmp_path: Path) -> None:
+def test_config_error_names_field_as_written_in_file(family: str, field: str, value: Any, tmp_path: Path) -> None:
     """The error does not use Quire's own name of the field."""
     tiny_models.save_tiny_model(tmp_path, family)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
-    said = [each for each in (refusal(read_all, tmp_path), refusal(plan, tmp_path)) if each]
-    assert said
-    for each in said:
+    errors = [each for each in (error_of(read_all, tmp_path), error_of(read_sizes, tmp_path)) if each]
+    assert errors
+    for each in errors:
         assert f"{field}" in each
         assert field == "num_local_experts" or "num_local_experts" not in each
         assert "hidden_size" not in each
@@ -166,17 +166,17 @@ def test_errors_name_the_field_that_stands_in_the_file(family: str, field: str, 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt2", "falcon", "qwen2", "exaone4", "lfm2"])
-def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
+def test_plan_reads_or_rejects_any_value_of_config_field(kind: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | {"model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}
     if kind == "deepseek_v3":
         config |= {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     for field in get_type_hints(PlanConfigFields):
         for value in VALUES:
             (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
-            assert "\n" not in refusal(plan, tmp_path)
+            assert "\n" not in error_of(read_sizes, tmp_path)
 
 
-def test_what_the_text_part_says_counts_for_all_who_ask_whether_a_model_is_served(tmp_path: Path) -> None:
+def test_unsupported_reasons_include_text_config_fields(tmp_path: Path) -> None:
     """`quire pull`, `show` and `serve --models cache` read config.json as `quire plan` does."""
     text = tiny_models.SHAPE | {"model_type": "llama", "quantization_config": {"quant_method": "quanto"}}
     rope = {"rope_scaling": {"rope_type": "new", "factor": 2.0}}
@@ -188,7 +188,7 @@ def test_what_the_text_part_says_counts_for_all_who_ask_whether_a_model_is_serve
 
 
 @pytest.mark.slow
-def test_the_plan_refuses_nothing_that_transformers_writes(tmp_path: Path) -> None:
+def test_model_sizes_are_read_from_transformers_default_configs(tmp_path: Path) -> None:
     """For all of transformers' families: sizes readable from the configuration are readable from its file."""
     planned = 0
     for kind in CONFIG_MAPPING:
@@ -216,7 +216,7 @@ class ComparedInt(int):
 
 
 @pytest.mark.parametrize(("model_type", "field"), [("lfm2", "full_attn_idxs"), ("bamba", "attn_layer_indices")])
-def test_long_lists_of_layers_are_not_searched_for_each_layer(model_type: str, field: str) -> None:
+def test_layer_index_lists_are_normalized_in_linear_time(model_type: str, field: str) -> None:
     """Millions of entries delayed a start by minutes (the review of issue 61)."""
     ComparedInt.comparisons = 0
     entries = [ComparedInt(1000 + each) for each in range(1000)] + [ComparedInt(2)]
@@ -225,7 +225,7 @@ def test_long_lists_of_layers_are_not_searched_for_each_layer(model_type: str, f
     assert ComparedInt.comparisons < 2 * len(entries)
 
 
-def test_ids_that_the_model_cannot_pick_end_nothing(tmp_path: Path) -> None:
+def test_eos_token_ids_outside_vocabulary_are_ignored(tmp_path: Path) -> None:
     """Some files have -1 or an id of another vocabulary; transformers never generates these ids either."""
     vocab = tiny_models.SHAPE["vocab_size"]
     changed = {"model_type": "llama", "eos_token_id": [2, -1, vocab, vocab - 1]}
@@ -233,14 +233,14 @@ def test_ids_that_the_model_cannot_pick_end_nothing(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).eos_token_ids == (2, vocab - 1)
 
 
-def test_null_means_that_a_field_is_not_there(tmp_path: Path) -> None:
+def test_null_config_field_equals_omitted_field(tmp_path: Path) -> None:
     config = tiny_models.SHAPE | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    plain = read_model_config(tmp_path)
+    without_nulls = read_model_config(tmp_path)
     nulls = dict.fromkeys(get_type_hints(FamilyConfigFields))
     (tmp_path / "config.json").write_text(json.dumps(nulls | config))
     (tmp_path / "generation_config.json").write_text('{"temperature": null, "do_sample": null, "top_k": 5}')
     with_nulls = read_model_config(tmp_path)
     for name in ("num_kv_heads", "head_dim", "max_position", "norm_eps", "rope", "dtype", "eos_token_ids"):
-        assert getattr(with_nulls, name) == getattr(plain, name)
+        assert getattr(with_nulls, name) == getattr(without_nulls, name)
     assert read_generation_defaults(tmp_path) == {"top_k": 5}

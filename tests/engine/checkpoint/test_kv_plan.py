@@ -31,44 +31,52 @@ from tests.tiny_models import save_tiny_model
 PAGE_NEEDS = KVBlockNeeds((None,), block_size=16, max_chunk_tokens=1)
 
 
-def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
+def test_kv_plan_fits_blocks_and_context_to_memory(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each, shares = 2 * 16 * 2 * 16 * 2 * 3, StateSlotCounts(8, 0)
+    bytes_per_block, slot_counts = 2 * 16 * 2 * 16 * 2 * 3, StateSlotCounts(8, 0)
     plan = make_kv_cache_plan(
-        model, PAGE_NEEDS, BlockBytes(each, ""), available_bytes=10 * each + 5, slot_counts=shares
+        model,
+        PAGE_NEEDS,
+        BlockBytes(bytes_per_block, ""),
+        available_bytes=10 * bytes_per_block + 5,
+        slot_counts=slot_counts,
     )
-    assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = make_kv_cache_plan(model, PAGE_NEEDS, BlockBytes(each, ""), available_bytes=GIB, slot_counts=shares)
-    assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
+    assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * bytes_per_block)
+    large_plan = make_kv_cache_plan(
+        model, PAGE_NEEDS, BlockBytes(bytes_per_block, ""), available_bytes=GIB, slot_counts=slot_counts
+    )
+    assert (large_plan.num_blocks, large_plan.max_model_len) == (8 * 32, 512), (
+        "no more pages than max_num_seqs full contexts use"
+    )
 
 
-def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -> None:
+def test_context_that_does_not_fit_is_rejected_with_sizes(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = 2 * 16 * 2 * 16 * 4 * 3
+    bytes_per_block = 2 * 16 * 2 * 16 * 4 * 3
     with pytest.raises(ConfigError) as error:
         make_kv_cache_plan(
             model,
             PAGE_NEEDS,
-            BlockBytes(each, "a product"),
-            available_bytes=3 * each,
+            BlockBytes(bytes_per_block, "a product"),
+            available_bytes=3 * bytes_per_block,
             slot_counts=StateSlotCounts(1, 0),
             max_model_len=200,
         )
     assert error.value.param == "max_model_len"
-    for number in (f"{13 * each:,}", f"{3 * each:,}", "48 tokens"):
+    for number in (f"{13 * bytes_per_block:,}", f"{3 * bytes_per_block:,}", "48 tokens"):
         assert number in error.value.message
     with pytest.raises(ConfigError, match="512 positions"):
         make_kv_cache_plan(
             model,
             PAGE_NEEDS,
-            BlockBytes(each, "a product"),
+            BlockBytes(bytes_per_block, "a product"),
             available_bytes=GIB,
             slot_counts=StateSlotCounts(1, 0),
             max_model_len=513,
         )
 
 
-def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
+def test_engine_allocates_planned_kv_bytes(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = EngineCore(EngineConfig(model=str(path), kv_cache_memory=1 / 1024, max_num_seqs=4))
     info = engine.info
@@ -83,7 +91,7 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
         EngineCore(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
 
 
-def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp_path: Path) -> None:
+def test_idle_warmup_clears_eighth_of_unused_kv_blocks(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, max_num_seqs=4))
     caches = [cache for layer in engine.executor._kv_cache for cache in layer]
@@ -110,19 +118,19 @@ def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp
     assert cleared(58)[58:] == [True] * 6, "fewer than an eighth are left"
 
 
-def enlarge(file: Path) -> None:
+def add_8_tib_tensor(file: Path) -> None:
     """Add a tensor of 8 TiB as a hole of a sparse file."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, tensors = json.loads(content[8 : 8 + length]), content[8 + length :]
     end = len(tensors) + 2**43
     header["model.layers.0.more"] = {"dtype": "F32", "shape": [2**41], "data_offsets": [len(tensors), end]}
-    told = json.dumps(header).encode()
-    file.write_bytes(len(told).to_bytes(8, "little") + told + tensors)
-    os.truncate(file, 8 + len(told) + end)
+    header_json = json.dumps(header).encode()
+    file.write_bytes(len(header_json).to_bytes(8, "little") + header_json + tensors)
+    os.truncate(file, 8 + len(header_json) + end)
 
 
-def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path) -> None:
     weights = CheckpointSize(num_floats=GIB, packed_bytes=0)
     for free, dtype, fits in ((4.1, "float32", True), (3.9, "float32", False), (1.6, "bfloat16", True)):
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"take 4\.0 GiB or more, and 3\.9 GiB"):
@@ -131,7 +139,7 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_pat
         weights, "float32", meminfo=lambda key: None
     )  # if free memory is unknown, nothing is rejected
     path = save_tiny_model(tmp_path, "llama")
-    enlarge(path / "model.safetensors")
+    add_8_tib_tensor(path / "model.safetensors")
     with pytest.raises(ConfigError, match="model: the weights take"):
         EngineCore(EngineConfig(model=str(path)))
 
@@ -143,7 +151,7 @@ def fake_gpu_memory(monkeypatch: pytest.MonkeyPatch, free: float, total: float) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (int(free * GIB), int(total * GIB)))
 
 
-def test_the_kv_budget_keeps_to_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_budget_respects_gpu_memory_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu_memory(monkeypatch, free=60, total=80)
     half = EngineConfig(gpu_memory_utilization=0.5)
     assert kv_budget(half, CUDA, 3 * GIB) == 17 * GIB  # half is 40 GiB: 20 are in use and a step takes 3
@@ -155,20 +163,22 @@ def test_the_kv_budget_keeps_to_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPat
         assert part in error.value.message
 
 
-def test_running_out_of_memory_names_the_setting_to_change() -> None:
-    wanted = pytest.raises(ConfigError, match=r"max_num_batched_tokens: out of memory for a step\. Lower it")
-    with wanted as error, explain_out_of_memory("a step", "max_num_batched_tokens", "Lower it"):
+def test_out_of_memory_error_names_setting_to_change() -> None:
+    raises_config_error = pytest.raises(
+        ConfigError, match=r"max_num_batched_tokens: out of memory for a step\. Lower it"
+    )
+    with raises_config_error as error, explain_out_of_memory("a step", "max_num_batched_tokens", "Lower it"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert error.value.param == "max_num_batched_tokens"
-    wanted = pytest.raises(ConfigError, match="kv_cache_memory: out of memory for pages")
-    with wanted, explain_out_of_memory("pages", "kv_cache_memory", ""):
+    raises_config_error = pytest.raises(ConfigError, match="kv_cache_memory: out of memory for pages")
+    with raises_config_error, explain_out_of_memory("pages", "kv_cache_memory", ""):
         torch.empty(2**61, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory("pages", "kv_cache_memory", ""):
         raise RuntimeError("something else")
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(64, 512), (300, 128)])
-def test_the_largest_possible_step_is_measured(
+def test_measure_step_bytes_runs_largest_possible_step(
     tokens: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measured step has the most tokens and rows possible. A fake replaces the GPU's memory counters."""
@@ -180,25 +190,25 @@ def test_the_largest_possible_step_is_measured(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
-    seen = []
+    row_counts = []
     forward, logits = model.forward, model.compute_logits
-    monkeypatch.setattr(model, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
+    monkeypatch.setattr(model, "forward", lambda ids, *rest: row_counts.append(len(ids)) or forward(ids, *rest))
     monkeypatch.setattr(
-        model, "compute_logits", lambda hidden, *rest: seen.append(len(hidden)) or logits(hidden, *rest)
+        model, "compute_logits", lambda hidden, *rest: row_counts.append(len(hidden)) or logits(hidden, *rest)
     )
     assert measure_step_bytes(model, ReferenceBackend(), config) == 5000
-    assert seen == [-(-tokens // context) * min(tokens, context), 20]
+    assert row_counts == [-(-tokens // context) * min(tokens, context), 20]
 
 
 @pytest.mark.gpu
-def test_the_kv_cache_leaves_room_for_the_largest_step() -> None:
+def test_kv_cache_leaves_gpu_memory_for_largest_step() -> None:
     engine = EngineCore(EngineConfig(gpu_memory_utilization=0.3, max_num_batched_tokens=8192, max_num_seqs=256))
     free, total = torch.cuda.mem_get_info()
     assert total - free < 0.35 * total
     assert engine.info.num_blocks > 0
 
 
-def test_a_kv_cache_larger_than_the_machine_is_refused_with_both_sizes() -> None:
+def test_kv_cache_memory_over_host_memory_is_rejected() -> None:
     total = total_host_bytes()
     assert total is not None
     with pytest.raises(ConfigError, match=rf"100000 GiB are more than the {total / GIB:.1f} GiB of memory of this"):

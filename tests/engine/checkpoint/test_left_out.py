@@ -41,7 +41,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
 _NO_CLASS = {"kimi_k2", "new"}
 
 
-def meant(folder: Path, raw: dict[str, Any]) -> tuple[Any, ...]:
+def read_spec(folder: Path, raw: dict[str, Any]) -> tuple[Any, ...]:
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_model_config(folder)
     if find_encoder_family(config.model_type) is not None:
@@ -49,7 +49,7 @@ def meant(folder: Path, raw: dict[str, Any]) -> tuple[Any, ...]:
     return decoder_spec(config), config.tie_embeddings, config.max_position
 
 
-def plain(rope: dict[str, Any]) -> dict[str, Any]:
+def drop_default_rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
     """Drop fields that have no effect."""
     return {
         name: each for name, each in rope.items() if name != "type" and (name, each) != ("partial_rotary_factor", 1)
@@ -58,19 +58,19 @@ def plain(rope: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("kind", sorted({*decoder_model_types(), *encoder_model_types()} - _NO_CLASS))
-def test_what_is_left_out_is_what_transformers_class_has(kind: str, tmp_path: Path) -> None:
+def test_omitted_config_fields_default_to_transformers_values(kind: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[kind](**_OTHERWISE.get(kind, {})).save_pretrained(tmp_path)
-    said = {"model_type": kind, **json.loads((tmp_path / "config.json").read_text())}
-    if rope := said.get("rope_parameters"):
-        said["rope_parameters"] = plain(rope)
+    full_config = {"model_type": kind, **json.loads((tmp_path / "config.json").read_text())}
+    if rope := full_config.get("rope_parameters"):
+        full_config["rope_parameters"] = drop_default_rope_fields(rope)
     needed = _NEEDED | _ALSO_NEEDED.get(kind, set())
-    short = {name: value for name, value in said.items() if name in needed}
-    assert len(short) < len(said)
-    assert meant(tmp_path, short) == meant(tmp_path, said)
+    required_only = {name: value for name, value in full_config.items() if name in needed}
+    assert len(required_only) < len(full_config)
+    assert read_spec(tmp_path, required_only) == read_spec(tmp_path, full_config)
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
-def test_a_gemma_as_it_was_published_makes_text(family: str, tmp_path: Path) -> None:
+def test_gemma_generates_without_tie_word_embeddings_field(family: str, tmp_path: Path) -> None:
     """Published Gemma configs omit tie_word_embeddings, and the files have no lm_head."""
     path = save_tiny_model(tmp_path, family)
     config = json.loads((path / "config.json").read_text())
@@ -81,7 +81,7 @@ def test_a_gemma_as_it_was_published_makes_text(family: str, tmp_path: Path) -> 
     assert len(run(engine, [request("a", [5, 6, 7], max_tokens=3)])["a"].ids) == 3
 
 
-def test_null_is_not_left_out(tmp_path: Path) -> None:
+def test_null_config_field_differs_from_omitted_field(tmp_path: Path) -> None:
     """For fields where transformers gives null a meaning."""
 
     def read(**fields: Any) -> ModelConfig:

@@ -27,7 +27,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_says_repository_tag_file_and_revision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_parses_repository_tag_file_and_revision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.test/hub/")
     assert parse_hub_name(name) == NAMES[name]
 
@@ -35,7 +35,7 @@ def test_a_name_says_repository_tag_file_and_revision(name: str, monkeypatch: py
 @pytest.mark.parametrize(
     "name", ["name", "/owner/name", "./owner/name", "~/name", "owner//name", "a/b/c", "a/b:", "a/b:c/d", "é/b", ""]
 )
-def test_a_path_is_no_name(name: str) -> None:
+def test_path_is_not_parsed_as_hub_name(name: str) -> None:
     assert parse_hub_name(name) is None
 
 
@@ -49,7 +49,7 @@ def test_a_path_is_no_name(name: str) -> None:
         ("owner/name/x.gguf:Q8_0", "both a file and a tag"),
     ],
 )
-def test_an_address_that_is_no_models_is_refused(name: str, says: str) -> None:
+def test_hub_url_that_names_no_model_is_rejected(name: str, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         parse_hub_name(name)
 
@@ -67,7 +67,7 @@ def test_an_address_that_is_no_models_is_refused(name: str, says: str) -> None:
         ("model.gguf", "model"),
     ],
 )
-def test_a_files_name_ends_with_its_tag(file: str, tag: str) -> None:
+def test_gguf_file_tag_is_parsed_from_file_name(file: str, tag: str) -> None:
     assert file_tag(file) == tag
 
 
@@ -75,7 +75,7 @@ FILES = ["m-Q8_0.gguf", "m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002
 FILES += ["mmproj-F16.gguf", "README.md", "m-Q6_K-00002-of-00002.gguf", "m-UD-Q5_K_XL.gguf"]
 
 
-def test_a_tag_means_one_model_with_all_its_parts() -> None:
+def test_gguf_tag_selects_all_parts_of_one_model() -> None:
     models = group_models_by_tag(FILES)
     assert set(models) == {"Q8_0", "Q4_K_M", "IQ2_M", "UD-Q5_K_XL"}, "no image encoder, nothing that lacks a part"
     assert select_files(models, None, "o/m") == FILES[1:3]
@@ -93,11 +93,11 @@ def test_a_tag_means_one_model_with_all_its_parts() -> None:
         (["IQ1_S"], "IQ1_S"),
     ],
 )
-def test_without_a_tag_the_nearest_to_four_bits_is_taken(there: list[str], nearest: str) -> None:
+def test_gguf_selection_without_tag_takes_nearest_to_four_bits(there: list[str], nearest: str) -> None:
     assert select_files(group_models_by_tag(f"m-{tag}.gguf" for tag in there), None, "o/m") == [f"m-{nearest}.gguf"]
 
 
-def test_a_tag_that_is_not_there_lists_those_that_are() -> None:
+def test_missing_or_ambiguous_gguf_tag_error_lists_choices() -> None:
     with pytest.raises(ModelError, match=r"o/m has no GGUF file Q9; it has IQ2_M, Q4_K_M, Q8_0, UD-Q5_K_XL"):
         select_files(group_models_by_tag(sorted(FILES)), "Q9", "o/m")
     with pytest.raises(ModelError, match="o/m has no GGUF files"):

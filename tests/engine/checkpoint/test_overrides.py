@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_overrides_are_in_the_config_that_everything_reads() -> None:
+def test_hf_overrides_apply_to_every_config_reader() -> None:
     config = EngineConfig(
         hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "max_position_embeddings": 512}
     )
@@ -43,7 +43,7 @@ def test_overrides_are_in_the_config_that_everything_reads() -> None:
     assert (path / "tokenizer.json").read_bytes() == (Path(DEMO_MODEL) / "tokenizer.json").read_bytes()
 
 
-def test_the_folder_is_one_for_all_processes_and_another_for_other_contents(tmp_path: Path) -> None:
+def test_override_folder_is_stable_and_changes_with_contents(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 8}')
@@ -60,7 +60,7 @@ def test_the_folder_is_one_for_all_processes_and_another_for_other_contents(tmp_
     assert resolve_model_with_overrides(EngineConfig(model=str(model), hf_overrides={})) == model
 
 
-def test_overrides_of_the_wrong_type_are_refused_as_the_file_s_would_be() -> None:
+def test_hf_override_of_wrong_type_raises_model_error() -> None:
     config = EngineConfig(hf_overrides={"hidden_size": "many"})
     with pytest.raises(ModelError, match="hidden_size"):
         read_model_config(resolve_model_with_overrides(config))
@@ -68,22 +68,22 @@ def test_overrides_of_the_wrong_type_are_refused_as_the_file_s_would_be() -> Non
         read_raw_config_with_overrides(config)
 
 
-def test_a_gguf_file_has_nothing_to_override(tmp_path: Path) -> None:
+def test_hf_overrides_of_gguf_file_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="a GGUF file has no config"):
         resolve_model_with_overrides(EngineConfig(model=str(file), hf_overrides={"a": 1}))
 
 
-async def test_an_answer_of_another_config_has_another_fingerprint() -> None:
+async def test_system_fingerprint_changes_with_hf_overrides() -> None:
     engine = EngineClient(FakeEngine(hashed(b"a")))
     info = await engine.engine_core.start()
     await engine.engine_core.stop()
-    plain, other = (
+    default_fingerprint, overridden_fingerprint = (
         system_fingerprint(info, "", EngineConfig(hf_overrides=each)) for each in (None, {"rope_theta": 1.0})
     )
-    assert plain != other
-    assert plain == system_fingerprint(info, "", EngineConfig(hf_overrides={}))
+    assert default_fingerprint != overridden_fingerprint
+    assert default_fingerprint == system_fingerprint(info, "", EngineConfig(hf_overrides={}))
 
 
 def folder(tmp_path: Path, **content: object) -> str:
@@ -91,18 +91,21 @@ def folder(tmp_path: Path, **content: object) -> str:
     return str(tmp_path)
 
 
-def test_defaults_of_sampling_are_the_file_s_that_the_settings_name(tmp_path: Path) -> None:
-    own = read_sampling_defaults(EngineConfig())
+def test_sampling_defaults_follow_generation_config_settings(tmp_path: Path) -> None:
+    model_defaults = read_sampling_defaults(EngineConfig())
     assert read_sampling_defaults(EngineConfig(generation_config="vllm")) == {}
-    given = folder(tmp_path, temperature=0.3, top_k=7, max_new_tokens=64)
-    assert read_sampling_defaults(EngineConfig(generation_config=given)) == {
+    config_dir = folder(tmp_path, temperature=0.3, top_k=7, max_new_tokens=64)
+    assert read_sampling_defaults(EngineConfig(generation_config=config_dir)) == {
         "temperature": 0.3,
         "top_k": 7,
         "max_tokens": 64,
     }
-    assert read_sampling_defaults(EngineConfig(override_generation_config={"top_p": 0.5})) == {**own, "top_p": 0.5}
+    assert read_sampling_defaults(EngineConfig(override_generation_config={"top_p": 0.5})) == {
+        **model_defaults,
+        "top_p": 0.5,
+    }
     overrides = {"temperature": None, "max_new_tokens": None, "min_p": 0.1}
-    config = EngineConfig(generation_config=given, override_generation_config=overrides)
+    config = EngineConfig(generation_config=config_dir, override_generation_config=overrides)
     assert read_sampling_defaults(config) == {"top_k": 7, "min_p": 0.1}
 
 
@@ -115,6 +118,6 @@ def test_defaults_of_sampling_are_the_file_s_that_the_settings_name(tmp_path: Pa
         ({"override_generation_config": {"max_new_tokens": 0}}, "max_new_tokens: expected an integer of 1 or more"),
     ],
 )
-def test_defaults_that_no_request_could_have_are_refused(settings: dict[str, object], said: str) -> None:
+def test_invalid_sampling_defaults_are_rejected(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_sampling_defaults(EngineConfig(**settings))  # type: ignore[arg-type]

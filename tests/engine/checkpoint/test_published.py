@@ -32,8 +32,8 @@ def _decoder(
 ) -> dict[str, Any]:
     fields = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     fields |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
-    said = {"model_type": kind, "max_position_embeddings": context, "torch_dtype": "bfloat16", "hidden_act": "silu"}
-    return said | fields | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False} | more
+    header = {"model_type": kind, "max_position_embeddings": context, "torch_dtype": "bfloat16", "hidden_act": "silu"}
+    return header | fields | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False} | more
 
 
 CODER = {"rope_theta": 100000, "rope_scaling": {"type": "linear", "factor": 4.0}, "rms_norm_eps": 1e-6}
@@ -150,28 +150,28 @@ MODELS = [
 
 @pytest.mark.usefixtures("kept_rates")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_the_plan_says_what_authors_and_arithmetic_say(
+def test_plan_of_published_model_equals_known_sizes(
     model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model.config))
     assert (
         cli.main(["plan", str(tmp_path), "--memory", "400", "--context", "1024", "--concurrency", "4", "--json"]) == 0
     )
-    found = json.loads(capsys.readouterr().out)
+    plan = json.loads(capsys.readouterr().out)
     layers, heads, size = model.keys
-    assert found["parameters"] == model.parameters
-    assert found["weight_bytes"] == 2 * model.parameters
-    assert found["kv"]["bytes_per_token"] == 2 * layers * heads * size * 2
-    assert found["fits"]
+    assert plan["parameters"] == model.parameters
+    assert plan["weight_bytes"] == 2 * model.parameters
+    assert plan["kv"]["bytes_per_token"] == 2 * layers * heads * size * 2
+    assert plan["fits"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_layers_of_its_shape_start_with_made_up_weights(model: Published, tmp_path: Path) -> None:
+def test_two_layers_of_published_model_generate_with_dummy_weights(model: Published, tmp_path: Path) -> None:
     """Two layers, 8 experts if the model is a MoE, and a small vocabulary; all other sizes are the model's own."""
-    fewer = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": None}
-    fewer |= {"num_experts": 8} if "num_experts" in model.config else {}
-    (tmp_path / "config.json").write_text(json.dumps(model.config | fewer))
+    overrides = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": None}
+    overrides |= {"num_experts": 8} if "num_experts" in model.config else {}
+    (tmp_path / "config.json").write_text(json.dumps(model.config | overrides))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", max_model_len=256, num_kv_blocks=64)
     prompts = [[3 + (7 * i + j * j) % 509 for j in range(length)] for i, length in enumerate((5, 40))]
     engine = EngineCore(config.model_copy(update={"max_num_batched_tokens": 16}))

@@ -40,7 +40,7 @@ NOT_COUNTED: dict[str, Callable[[Any], int]] = {
 """Differences between read_model_sizes and the number of transformers' parameters."""
 
 
-def content_of(kind: str, **fields: Any) -> dict[str, Any]:
+def config_content(kind: str, **fields: Any) -> dict[str, Any]:
     """A config.json as transformers writes it."""
     content: dict[str, Any] = json.loads(AutoConfig.for_model(kind, **fields).to_json_string(use_diff=False))
     return content
@@ -48,8 +48,8 @@ def content_of(kind: str, **fields: Any) -> dict[str, Any]:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Shared parameters count once. Router correction biases and layer scalars are buffers, and count too."""
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith(("bias", "layer_scalar"))]
-    corrections = [buffer for buffer in found if buffer.is_floating_point()]
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(("bias", "layer_scalar"))]
+    corrections = [buffer for buffer in buffers if buffer.is_floating_point()]
     return sum({id(each): each.numel() for each in (*model.parameters(), *corrections)}.values())
 
 
@@ -57,70 +57,70 @@ def count_parameters(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize(
     "kind", [*(each for each in decoder_model_types() if each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *OTHERS]
 )
-def test_parameters_are_those_of_the_real_model(kind: str) -> None:
+def test_num_parameters_equals_transformers_model(kind: str) -> None:
     config = AutoConfig.for_model(kind, **UNSAID.get(kind, {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = read_model_sizes(content_of(kind, **UNSAID.get(kind, {})))
+    sizes = read_model_sizes(config_content(kind, **UNSAID.get(kind, {})))
     expected = count_parameters(model) + NOT_COUNTED.get(kind, lambda config: 0)(config)
-    assert found.num_parameters == pytest.approx(expected, rel=0.001 if find_decoder_family(kind) is None else 0)
+    assert sizes.num_parameters == pytest.approx(expected, rel=0.001 if find_decoder_family(kind) is None else 0)
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str, tmp_path: Path) -> None:
+def test_checkpoint_headers_give_num_parameters(family: str, tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
     raw, folder = read_raw_config(str(path))
     assert folder is not None
     layers, hidden = (int(raw.get(name) or 0) for name in ("num_hidden_layers", "hidden_size"))
-    others = {"apertus": layers, "opt": 2 * hidden}  # an eps of each layer; two positions that no token uses
+    uncounted_floats = {"apertus": layers, "opt": 2 * hidden}  # an eps of each layer; two positions that no token uses
     assert read_checkpoint_size(folder) == CheckpointSize(
-        read_model_sizes(raw).num_parameters + others.get(family, 0), 0
+        read_model_sizes(raw).num_parameters + uncounted_floats.get(family, 0), 0
     )
 
 
-def test_experts_are_read_only_when_chosen() -> None:
-    found = read_model_sizes(content_of("mixtral"))
-    assert found.active_parameters == pytest.approx(12.9e9, rel=0.02), "the number that Mixtral's authors give"
-    assert found.active_parameters < found.parameters_read(4) < found.parameters_read(64) <= found.num_parameters
+def test_mixtral_active_parameters_count_only_routed_experts() -> None:
+    sizes = read_model_sizes(config_content("mixtral"))
+    assert sizes.active_parameters == pytest.approx(12.9e9, rel=0.02), "the number that Mixtral's authors give"
+    assert sizes.active_parameters < sizes.parameters_read(4) < sizes.parameters_read(64) <= sizes.num_parameters
 
 
-def test_experts_of_smaller_vectors_are_counted_with_what_stands_around_them() -> None:
+def test_nemotron_h_latent_experts_count_with_projections() -> None:
     """Nemotron 3 Super: its name says 120B parameters, 12B active."""
     sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}
     spaces = {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
     experts = {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688}
     experts |= {"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_shared_experts": 1}
-    found = read_model_sizes(
+    model_sizes = read_model_sizes(
         {"model_type": "nemotron_h", "vocab_size": 131072, **sizes, **spaces, **experts}
         | {"hybrid_override_pattern": "MEMEMEMEME*" * 8, "tie_word_embeddings": False}
     )
-    assert found.num_parameters == pytest.approx(120.67e9, rel=1e-4)
-    assert found.active_parameters == pytest.approx(12.2e9, rel=0.01)
+    assert model_sizes.num_parameters == pytest.approx(120.67e9, rel=1e-4)
+    assert model_sizes.active_parameters == pytest.approx(12.2e9, rel=0.01)
 
 
-def test_latent_attention_caches_the_latent() -> None:
-    found = read_model_sizes(content_of("deepseek_v32"))
-    assert (found.kv_values_per_token, found.num_kv_heads) == ((512 + 64) * 61, 1)
+def test_mla_caches_one_latent_per_token() -> None:
+    sizes = read_model_sizes(config_content("deepseek_v32"))
+    assert (sizes.kv_values_per_token, sizes.num_kv_heads) == ((512 + 64) * 61, 1)
 
 
-def test_latent_attention_by_transformers_class_caches_what_it_makes_of_the_latent() -> None:
-    config = content_of("deepseek_v3")
-    found = read_model_sizes({**config, "model_type": "axk1"})
-    assert (found.kv_values_per_token, found.num_kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
-    ours = read_model_sizes(config)
-    assert (ours.kv_values_per_token, ours.num_kv_heads) == ((512 + 64) * 61, 1)
+def test_mla_in_transformers_class_caches_expanded_keys_and_values() -> None:
+    config = config_content("deepseek_v3")
+    sizes = read_model_sizes({**config, "model_type": "axk1"})
+    assert (sizes.kv_values_per_token, sizes.num_kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
+    native_sizes = read_model_sizes(config)
+    assert (native_sizes.kv_values_per_token, native_sizes.num_kv_heads) == ((512 + 64) * 61, 1)
 
 
-def test_only_the_text_part_of_a_model_with_images_is_counted() -> None:
-    text = content_of("qwen3")
-    found = read_model_sizes({"model_type": "some_vl", "text_config": text})
-    assert found.num_parameters == read_model_sizes(text).num_parameters
-    assert any("text part" in note for note in found.notes)
+def test_num_parameters_of_vision_model_counts_text_part_only() -> None:
+    text = config_content("qwen3")
+    sizes = read_model_sizes({"model_type": "some_vl", "text_config": text})
+    assert sizes.num_parameters == read_model_sizes(text).num_parameters
+    assert any("text part" in note for note in sizes.notes)
 
 
-def test_quantized_linear_layers_take_their_number_of_bits() -> None:
-    llama = content_of("llama")
+def test_awq_weight_ratio_follows_bits() -> None:
+    llama = config_content("llama")
     plain = read_model_sizes(llama)
     packed = read_model_sizes(llama | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
     assert packed.num_parameters == plain.num_parameters
@@ -128,16 +128,20 @@ def test_quantized_linear_layers_take_their_number_of_bits() -> None:
     assert plain.weight_ratio == 1.0
 
 
-def test_mxfp4_is_of_experts_alone() -> None:
+def test_mxfp4_quantizes_experts_only() -> None:
     """gpt-oss-20b, whose config names no dtype: its index file says 13,761,264,768 bytes."""
-    config = content_of("gpt_oss", num_hidden_layers=24, num_local_experts=32)
+    config = config_content("gpt_oss", num_hidden_layers=24, num_local_experts=32)
     config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": None}
-    found = read_model_sizes(config)
-    assert (found.dtype, found.unsupported_reasons) == ("bfloat16", ())
-    assert 2 * found.num_parameters * found.weight_ratio == pytest.approx(13_761_264_768, rel=0.002)
-    experts = found.expert_parameters * 4.25 / 8
-    beside = 2 * (found.num_parameters - found.embedding_parameters + found.head_parameters - found.expert_parameters)
-    assert found.weight_fraction_read(1) * 13_761_264_768 == pytest.approx(beside + experts * 4 / 32, rel=0.002)
+    sizes = read_model_sizes(config)
+    assert (sizes.dtype, sizes.unsupported_reasons) == ("bfloat16", ())
+    assert 2 * sizes.num_parameters * sizes.weight_ratio == pytest.approx(13_761_264_768, rel=0.002)
+    experts = sizes.expert_parameters * 4.25 / 8
+    unquantized_bytes = 2 * (
+        sizes.num_parameters - sizes.embedding_parameters + sizes.head_parameters - sizes.expert_parameters
+    )
+    assert sizes.weight_fraction_read(1) * 13_761_264_768 == pytest.approx(
+        unquantized_bytes + experts * 4 / 32, rel=0.002
+    )
     assert read_model_sizes(config | {"quantization_config": None}).weight_fraction_read(1) == pytest.approx(
         3.61 / 20.91, rel=0.002
     )
@@ -147,7 +151,7 @@ def test_mxfp4_is_of_experts_alone() -> None:
     ("raw", "named"),
     [({}, "hidden_size"), ({"is_encoder_decoder": True}, "encoder"), ({"hidden_size": 8}, "num_hidden_layers")],
 )
-def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object], named: str) -> None:
+def test_config_that_is_no_decoder_is_rejected_with_reason(raw: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_model_sizes(raw)
 
@@ -155,7 +159,7 @@ def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object]
 @pytest.mark.parametrize(
     "outer", [{"quantization_config": {"quant_method": "quanto"}}, {"model_type": "vision-text-dual-encoder"}]
 )
-def test_an_encoder_that_its_family_refuses_is_not_planned_as_a_decoder(outer: dict[str, Any]) -> None:
+def test_rejected_encoder_is_not_sized_as_decoder(outer: dict[str, Any]) -> None:
     """Also if another reason keeps it from being served, or if the model has other parts."""
     text = {**tiny_encoders.SHAPE, "model_type": "bert", "hidden_act": "mish"}
     raw = text | outer if "model_type" not in outer else outer | {"text_config": text}
@@ -173,7 +177,7 @@ def test_an_encoder_that_its_family_refuses_is_not_planned_as_a_decoder(outer: d
         ({"model_type": "rwkv", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 2}, "rwkv"),
     ],
 )
-def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unsupported_family_is_named_in_error(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     """The error names the family, not the first field that it calls by another name."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     inner = config.get("text_config", {}).get("model_type")
@@ -189,7 +193,7 @@ def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str,
     "field", ["sliding_window", "num_key_value_heads", "num_attention_heads", "intermediate_size", "num_experts"]
 )
 @pytest.mark.parametrize("value", [[1, 2], -5, float("nan"), "x"])
-def test_what_a_plan_does_not_read_of_other_families_is_named(field: str, value: Any) -> None:
+def test_read_model_sizes_error_names_invalid_gemma4_field(field: str, value: Any) -> None:
     """Gemma 4's layers are counted one by one."""
     raw = {**tiny_models.SHAPE, **tiny_models.FAMILIES["gemma4-moe"], field: value}
     with pytest.raises(ModelError, match=field):
@@ -197,9 +201,9 @@ def test_what_a_plan_does_not_read_of_other_families_is_named(field: str, value:
 
 
 @pytest.mark.parametrize("method", [{"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "fp8"}])
-def test_quantized_weights_of_an_encoder_are_a_reason(method: dict[str, Any]) -> None:
-    encoder = content_of("bert") | {"quantization_config": method}
+def test_quantized_encoder_is_unsupported(method: dict[str, Any]) -> None:
+    encoder = config_content("bert") | {"quantization_config": method}
     assert read_model_sizes(encoder).unsupported_reasons == ("Quire does not serve quantized weights of an encoder",)
-    assert read_model_sizes(content_of("bert")).unsupported_reasons == ()
-    decoder = content_of("llama") | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    assert read_model_sizes(config_content("bert")).unsupported_reasons == ()
+    decoder = config_content("llama") | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     assert read_model_sizes(decoder).unsupported_reasons == ()

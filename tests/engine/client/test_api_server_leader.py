@@ -72,21 +72,21 @@ def request(id: str, *, tokens: int = 12, tenant: str = "") -> EngineCoreRequest
 
 
 async def tokens_of(client: EngineClient, *requests: EngineCoreRequest) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {each.id: [] for each in requests}
+    tokens: dict[str, list[int]] = {each.id: [] for each in requests}
     async for outputs in client.submit(list(requests)):
         for output in outputs:
-            found[output.id] += output.new_ids
-    return found
+            tokens[output.id] += output.new_ids
+    return tokens
 
 
-async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
+async def test_each_client_receives_tokens_of_its_requests(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         one, two = server.clients
-        found = await asyncio.gather(
+        tokens = await asyncio.gather(
             tokens_of(one, request("a"), request("b")), tokens_of(two, request("c")), tokens_of(one, request("d"))
         )
         expected = [PICK(request("a"), position) for position in range(12)]
-        assert found == [{"a": expected, "b": expected}, {"c": expected}, {"d": expected}]
+        assert tokens == [{"a": expected, "b": expected}, {"c": expected}, {"d": expected}]
         await until(lambda: one.num_open == two.num_open == 0)
         assert server.engine.generated == 48
         await until(
@@ -95,7 +95,7 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
         assert [each.id for each in one.history.ended_timelines] == ["a", "b", "d"]
 
 
-def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
+def test_relay_sends_one_message_per_api_process_for_all_streams() -> None:
     written: list[FromLeader] = []
     channel = ApiProcessChannel(0, written.append)
     channel.welcomed = True
@@ -112,7 +112,7 @@ def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
     assert [[output.new_ids for output in step.outputs] for step in message.steps] == [[[n]] * 100 for n in range(3)]
 
 
-async def test_the_requests_of_one_that_ended_are_aborted_and_no_others(tmp_path: Path) -> None:
+async def test_leader_aborts_only_requests_of_removed_api_process(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         one, two = server.clients
         lost = one.submit([request("lost-0", tokens=400), request("lost-1", tokens=400)])
@@ -124,7 +124,7 @@ async def test_the_requests_of_one_that_ended_are_aborted_and_no_others(tmp_path
         lost.close()
 
 
-async def test_one_that_comes_later_is_served(tmp_path: Path) -> None:
+async def test_api_process_that_joins_late_is_served(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         server.hub.remove(b"1")
         server.hub.add(b"1.1", 1)
@@ -135,7 +135,7 @@ async def test_one_that_comes_later_is_served(tmp_path: Path) -> None:
         await late.engine_core.stop()
 
 
-async def test_an_aborted_request_is_aborted_in_the_engine(tmp_path: Path) -> None:
+async def test_closed_stream_aborts_request_in_engine(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         stream = server.clients[0].submit([request("a", tokens=400)])
         await until(lambda: bool(server.engine.running))
@@ -144,12 +144,12 @@ async def test_an_aborted_request_is_aborted_in_the_engine(tmp_path: Path) -> No
         await until(lambda: server.clients[1].num_open == 0)
 
 
-async def test_the_engines_end_is_told_to_all(tmp_path: Path) -> None:
+async def test_engine_death_raises_in_all_clients(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
-        asked = [asyncio.create_task(tokens_of(client, request(str(client), tokens=400))) for client in server.clients]
+        tasks = [asyncio.create_task(tokens_of(client, request(str(client), tokens=400))) for client in server.clients]
         await until(lambda: len(server.engine.running) == 2)
         server.engine.die("the engine died")
-        for task in asked:
+        for task in tasks:
             with pytest.raises(EngineError, match="the engine died"):
                 await task
         await until(lambda: not any(client.alive for client in server.clients))
@@ -157,35 +157,37 @@ async def test_the_engines_end_is_told_to_all(tmp_path: Path) -> None:
             server.clients[0].submit([request("late")])
 
 
-async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path) -> None:
+async def test_calls_raise_overloaded_when_leader_stalls(tmp_path: Path) -> None:
     async with shared(tmp_path, tell=0.1, alive=0.02, silence=0.3, step_seconds=0.01) as server:
         client = server.clients[0]
         await asyncio.sleep(0.5)
         assert client.healthy, "the hub gives signs of life though nothing happens"
         await server.hub._tasks.cancel()
         server.engine.asleep = True
-        asked = asyncio.create_task(tokens_of(client, request("a")))
-        changed = asyncio.create_task(client.engine_core.wake_up())
-        for task in (asked, changed):
+        generation = asyncio.create_task(tokens_of(client, request("a")))
+        wake_up = asyncio.create_task(client.engine_core.wake_up())
+        for task in (generation, wake_up):
             with pytest.raises(Overloaded, match="no heartbeat"):
                 await asyncio.wait_for(task, 30)
         assert not client.healthy
         assert client.alive
 
 
-async def test_one_call_that_is_given_up_ends_alone(tmp_path: Path) -> None:
+async def test_quarantine_ends_only_streams_of_that_call(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
-        given_up = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=400), request("b", tokens=400)))
+        quarantined = asyncio.create_task(
+            tokens_of(server.clients[0], request("a", tokens=400), request("b", tokens=400))
+        )
         stays = asyncio.create_task(tokens_of(server.clients[0], request("c", tokens=30)))
         await until(lambda: len(server.engine.running) == 3)
         server.engine.owner.give_up("a", errors.RequestQuarantined("it ends engines"))
         with pytest.raises(errors.RequestQuarantined, match="it ends engines"):
-            await given_up
+            await quarantined
         assert len((await stays)["c"]) == 30
         assert sorted(server.engine.aborted) == ["a", "b"]
 
 
-async def test_the_queue_is_that_of_all(tmp_path: Path) -> None:
+async def test_queue_counts_are_shared_by_all_clients(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         one, two = server.clients
         server.engine.asleep = True  # so that nothing is computed
@@ -200,7 +202,7 @@ async def test_the_queue_is_that_of_all(tmp_path: Path) -> None:
         await until(lambda: (one.num_open, two.num_open, one.queued_tokens, two.queued_tokens) == (0, 0, 0, 0))
 
 
-async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_path: Path) -> None:
+async def test_ask_gathers_peer_answers_and_keeps_counts_of_removed_peer(tmp_path: Path) -> None:
     async with shared(tmp_path, 3) as server:
 
         def answering(client: EngineClient, number: int) -> None:
@@ -232,7 +234,7 @@ async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_pa
         await heir.engine_core.stop()
 
 
-async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Path) -> None:
+async def test_failing_peer_handler_affects_no_other_call(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         one, two = server.clients
 
@@ -250,9 +252,7 @@ async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Pa
             assert [len(tokens) for each in stays for tokens in (await each).values()] == [30, 30]
 
 
-async def test_a_link_that_cannot_follow_the_hub_leaves_what_it_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_client_fails_after_undecodable_leader_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         one, two = server.clients
         gone = asyncio.Event()
@@ -269,7 +269,7 @@ async def test_a_link_that_cannot_follow_the_hub_leaves_what_it_has(
         await until(lambda: not two.alive)
 
 
-async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None:
+async def test_step_records_reach_all_clients_and_one_counts_them(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         seen: list[list[bool]] = [[], []]
         for client, steps in zip(server.clients, seen, strict=True):
@@ -281,18 +281,18 @@ async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None
         assert sorted(seen) == [[False] * 5, [True] * 5]
 
 
-async def test_an_engines_death_is_seen_in_explanations(tmp_path: Path) -> None:
+async def test_engine_death_appears_in_request_timeline(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
-        asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=30)))
+        generation = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=30)))
         await until(lambda: bool(server.engine.running))
         server.engine.owner.handle_engine_loss()
-        await asked
+        await generation
         timeline = server.clients[0].history.find_timeline("a")
         assert timeline is not None
         assert timeline.count_phase("recovering") == 1
 
 
-async def test_weights_change_for_all(tmp_path: Path) -> None:
+async def test_weight_changes_reach_all_clients(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         one, two = server.clients
         versions: list[str] = []
@@ -311,9 +311,9 @@ async def test_weights_change_for_all(tmp_path: Path) -> None:
             await NoWeightsGroup(one.engine_core).join(None)  # type: ignore[arg-type]
 
 
-async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
+async def test_snapshot_and_block_table_come_from_engine(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
-        asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=40)))
+        generation = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=40)))
         await until(lambda: bool(server.engine.running))
         view = await server.clients[1].snapshot()
         assert [each.id for each in view.requests] == ["a"]
@@ -321,7 +321,7 @@ async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
         assert table is not None
         assert table.block_ids == [7, 3]
         assert await server.clients[0].engine_core.get_block_table("b") is None
-        await asked
+        await generation
 
 
 @pytest.mark.parametrize(
@@ -332,17 +332,17 @@ async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
         (ModelError("no such model"), ConfigError),
     ],
 )
-def test_errors_keep_their_kind_on_the_way(error: errors.QuireError, kind: type[errors.QuireError]) -> None:
+def test_errors_keep_class_message_and_param_over_wire(error: errors.QuireError, kind: type[errors.QuireError]) -> None:
     sent = encode(UtilityResult(1, error=Fault.of(error)))
     message = decode_to_leader(sent)
     assert isinstance(message, UtilityResult)
-    with pytest.raises(kind) as found:
+    with pytest.raises(kind) as caught:
         decode_result(LeaderMethods.join, message)
-    assert type(found.value) is kind
-    assert (found.value.message, found.value.param) == (error.message, error.param)
+    assert type(caught.value) is kind
+    assert (caught.value.message, caught.value.param) == (error.message, error.param)
 
 
-def test_every_error_can_travel() -> None:
+def test_every_quire_error_can_be_rebuilt_from_fault() -> None:
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.QuireError) and kind is not RateLimited:
             assert isinstance(Fault(kind.__name__, "why").error(), errors.QuireError)

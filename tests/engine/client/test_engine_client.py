@@ -32,15 +32,15 @@ def config(model: Path) -> EngineConfig:
 async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
     """Token ids of one sampled request per letter of `names`."""
     stream = client.submit([request(name, range(3, 8 + ord(name) % 30), seed=1, temperature=1.0) for name in names])
-    found: dict[str, list[int]] = {name: [] for name in names}
+    tokens: dict[str, list[int]] = {name: [] for name in names}
     async for outputs in stream:
         for output in outputs:
-            found[output.id] += output.new_ids
-    return found
+            tokens[output.id] += output.new_ids
+    return tokens
 
 
 @pytest.mark.slow
-async def test_both_implementations_give_the_same_answers(model: Path) -> None:
+async def test_in_process_and_process_clients_return_equal_tokens(model: Path) -> None:
     in_process, in_child = EngineClient(InProcessClient(config(model))), EngineClient(ProcessClient(config(model)))
     in_process_info, in_child_info = await asyncio.gather(in_process.engine_core.start(), in_child.engine_core.start())
     assert in_process_info.arithmetic == in_child_info.arithmetic
@@ -48,12 +48,12 @@ async def test_both_implementations_give_the_same_answers(model: Path) -> None:
     assert all(len(ids) == 32 for ids in expected.values())
     assert await answers(in_child, "abcd") == expected
     one_by_one = [await answers(in_child, name) for name in "abcd"]
-    assert {name: ids for found in one_by_one for name, ids in found.items()} == expected
+    assert {name: ids for tokens in one_by_one for name, ids in tokens.items()} == expected
     await in_process.engine_core.stop()
     await in_child.engine_core.stop()
 
 
-async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
+async def test_closing_stream_frees_kv_blocks(model: Path) -> None:
     client = EngineClient(ProcessClient(config(model)))
     await client.engine_core.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300), request("other", range(3, 9))])
@@ -67,7 +67,7 @@ async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_path: Path) -> None:
+async def test_start_error_names_config_key(tmp_path: Path) -> None:
     client = EngineClient(ProcessClient(EngineConfig(model=str(tmp_path))))
     with pytest.raises(ConfigError, match="config") as error:
         await client.engine_core.start()
@@ -89,7 +89,7 @@ OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIG
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, *OTHERS])
-async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
+async def test_stream_survives_signal_to_engine_process(model: Path, number: int) -> None:
     settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
     link = SignallingLink(settings)
     client = EngineClient(link)
@@ -97,12 +97,14 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
     await client.engine_core.start()
 
     async def ask(name: str) -> dict[str, list[int]]:
-        kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)]
-        found: dict[str, list[int]] = {}
-        async for outputs in client.submit(kinds):
+        requests = [
+            request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)
+        ]
+        tokens: dict[str, list[int]] = {}
+        async for outputs in client.submit(requests):
             for output in outputs:
-                found.setdefault(output.id[-1], []).extend(output.new_ids)
-        return found
+                tokens.setdefault(output.id[-1], []).extend(output.new_ids)
+        return tokens
 
     expected = await ask("undisturbed")
     generated = client.engine_core.stats.generation_tokens
@@ -115,7 +117,7 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error_is_logged(
+async def test_streams_raise_and_stderr_is_logged_when_restart_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
@@ -138,7 +140,7 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
     await client.engine_core.stop()
 
 
-def test_merged_outputs_lose_nothing() -> None:
+def test_merge_keeps_all_output_fields() -> None:
     first = EngineCoreOutput("a", [1], cached_tokens=16, prompt_logprobs=[None])
     second = EngineCoreOutput("a", [2, 3], finish_reason="stop", stop_reason=3, cached_tokens=16)
     both = merge(first, second)
@@ -147,7 +149,7 @@ def test_merged_outputs_lose_nothing() -> None:
     )
 
 
-def test_requests_are_equal_after_encoding_and_decoding() -> None:
+def test_submit_message_round_trips() -> None:
     from quire.engine.client.messages import Submit, decode_to_engine
     from quire.engine.processes.utility_calls import encode
 
@@ -156,5 +158,5 @@ def test_requests_are_equal_after_encoding_and_decoding() -> None:
     assert decode_to_engine(encode(message)) == message
     from quire.engine.common.types import EngineCoreRequest
 
-    alone = Submit([EngineCoreRequest(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
-    assert decode_to_engine(encode(alone)) == alone
+    single_message = Submit([EngineCoreRequest(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
+    assert decode_to_engine(encode(single_message)) == single_message

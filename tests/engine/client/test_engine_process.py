@@ -29,7 +29,7 @@ class Talkative(EngineProcess):
     PROGRAM = ("-c", TALKATIVE)
 
 
-async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
+async def test_flooding_engine_process_does_not_starve_event_loop() -> None:
     process = Talkative(EngineConfig(), lambda ids: None)
     turns = 0
 
@@ -49,7 +49,7 @@ async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
     await process.stop()
 
 
-async def test_what_a_process_said_before_it_ended_is_heard_after_its_end() -> None:
+async def test_last_message_of_process_is_read_after_exit() -> None:
     """On a busy machine the message may arrive after the exit is noticed."""
     process = FakeProcess(EngineConfig(), lambda ids: None)
     process.exit(CRASHED)

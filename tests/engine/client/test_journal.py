@@ -67,11 +67,11 @@ async def run(actions: list[tuple[str, int]]) -> None:
 
 @settings(deadline=None, max_examples=examples(300))
 @given(st.lists(ACTIONS, max_size=40))
-def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]]) -> None:
+def test_streams_are_complete_after_random_engine_deaths(actions: list[tuple[str, int]]) -> None:
     asyncio.run(run(actions))
 
 
-async def test_only_the_first_engine_warms_up_before_it_is_ready() -> None:
+async def test_only_first_engine_warms_up_before_ready() -> None:
     """A replacement skips warmup because open streams wait for it."""
     seconds: list[float] = []
 
@@ -94,7 +94,7 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready() -> None:
     assert seconds == [20.0, 0.0, 0.0]
 
 
-async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_own() -> None:
+async def test_engine_client_dies_if_weights_changed_across_restart() -> None:
     """For example, the model's folder was overwritten while it was served."""
     contents = ["one", "one", "two"]
 
@@ -116,7 +116,7 @@ async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_o
     await client.engine_core.stop()
 
 
-async def test_steps_that_came_together_reach_a_reader_together() -> None:
+async def test_outputs_of_pending_steps_reach_reader_merged() -> None:
     """A server that falls behind its engine thereby sends fewer and larger chunks."""
     client = EngineClient(ProcessClient(EngineConfig(), launcher=Launcher(FakeProcess)))
     await client.engine_core.start()

@@ -52,46 +52,46 @@ class Reader:
             self.read.append([token for output in outputs for token in output.new_ids])
 
 
-async def turns() -> None:
+async def run_event_loop() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-async def test_the_sink_takes_what_came_in_a_turn_and_the_reader_the_end() -> None:
+async def test_sink_takes_merged_outputs_and_reader_takes_last_output() -> None:
     client = Client()
     reader = Reader(client.submit([request("a", PROMPT), request("b", PROMPT)]))
-    await turns()
+    await run_event_loop()
     client.step("a", "b", token=1)
     client.step("a", token=2)
-    await turns()
+    await run_event_loop()
     assert (reader.taken, reader.read) == ([[1, 2, 1]], []), "merged by request"
     client.step("a", token=3, ends="length")
-    await turns()
+    await run_event_loop()
     assert (reader.taken[1:], reader.read) == ([[3]], []), "the other goes on"
     client.step("b", token=4, ends="length")
     await reader.task
     assert (reader.taken[2:], reader.read) == ([], [[4]])
 
 
-async def test_what_the_sink_refuses_is_the_readers_in_order() -> None:
+async def test_reader_gets_outputs_in_order_when_sink_is_not_ready() -> None:
     client = Client()
     reader = Reader(client.submit([request("a", PROMPT)]))
-    await turns()
+    await run_event_loop()
     reader.ready = False
     client.step("a", token=1)
-    await turns()
+    await run_event_loop()
     reader.ready = True
     client.step("a", token=2)
-    await turns()
+    await run_event_loop()
     client.step("a", token=3, ends="stop")
     await reader.task
     assert (reader.taken, reader.read) == ([[2]], [[1], [3]])
 
 
-async def test_an_error_of_the_sink_is_the_readers_alone() -> None:
+async def test_sink_error_fails_only_its_reader() -> None:
     client = Client()
     broken, whole = Reader(client.submit([request("a", PROMPT)])), Reader(client.submit([request("b", PROMPT)]))
-    await turns()
+    await run_event_loop()
     broken.error = ValueError("no")
     client.step("a", "b")
     client.step("a", "b")
@@ -103,24 +103,26 @@ async def test_an_error_of_the_sink_is_the_readers_alone() -> None:
     await whole.task
 
 
-async def test_an_abort_between_a_step_and_its_turn_reaches_the_reader() -> None:
+async def test_reader_gets_pending_tokens_of_cancelled_request() -> None:
     client = Client()
     reader = Reader(client.submit([request("a", PROMPT)]))
-    await turns()
+    await run_event_loop()
     client.step("a")
     client.cancel("a")
     await reader.task
     assert (reader.taken, reader.read) == ([], [[1]])
 
 
-async def test_a_journal_has_tokens_before_readers_do() -> None:
+async def test_journal_records_tokens_before_reader_gets_outputs() -> None:
     client, rows, ends = Client(), list[int](), list[tuple[list[int], bool]]()
-    before, made = [[8, 9], [1]], [request("a", PROMPT), request("b", PROMPT)]
-    requests = [msgspec.structs.replace(each, emitted_ids=[*ids]) for each, ids in zip(made, before, strict=True)]
-    stream = client.submit(requests, "call", before)
+    emitted_ids, new_requests = [[8, 9], [1]], [request("a", PROMPT), request("b", PROMPT)]
+    requests = [
+        msgspec.structs.replace(each, emitted_ids=[*ids]) for each, ids in zip(new_requests, emitted_ids, strict=True)
+    ]
+    stream = client.submit(requests, "call", emitted_ids)
     reader = Reader(stream)
     stream.ended = lambda output, with_tokens: ends.append((output.new_ids, with_tokens))
-    await turns()
+    await run_event_loop()
     client.step("a", "b", token=5)
     assert rows == [], "nobody asked for it so far"
     client.keep("a", 40, rows.extend)
@@ -130,12 +132,12 @@ async def test_a_journal_has_tokens_before_readers_do() -> None:
     client.step("b", token=7)
     assert rows == [40, 3, 6, 41, 2, 6, 41, 3, 7]
     assert (reader.taken, reader.read) == ([], [])
-    assert before == [[8, 9, 5, 6], [1, 5, 6, 7]], "the lists grow"
-    assert client.request("a").emitted_ids == before[0], "what another engine goes on from"
-    await turns()
+    assert emitted_ids == [[8, 9, 5, 6], [1, 5, 6, 7]], "the lists grow"
+    assert client.request("a").emitted_ids == emitted_ids[0], "what another engine goes on from"
+    await run_event_loop()
     client.step("a", token=4, ends="length")
     client.deliver([EngineCoreOutput("b", [], finish_reason="stop")])
     assert ends == [([4], True), ([], False)]
-    assert before[0][-1] == 4
+    assert emitted_ids[0][-1] == 4
     assert len(rows) == 9, "the end is told with its tokens"
     await reader.task

@@ -75,7 +75,7 @@ class FakeEngines:
     room=st.integers(1, 50),
     kills=KILLS,
 )
-def test_killers_are_given_up_and_all_others_complete(
+def test_replay_quarantines_killers_and_completes_all_others(
     count: int, killers: set[int], fuse: int, room: int, kills: list[bool]
 ) -> None:
     killer_names = {str(i) for i in killers if i < count}
@@ -90,7 +90,7 @@ def test_killers_are_given_up_and_all_others_complete(
 
 @settings(deadline=None, max_examples=examples(100))
 @given(st.integers(1, 40), KILLS)
-def test_kills_from_outside_make_no_suspects(count: int, kills: list[bool]) -> None:
+def test_external_kills_quarantine_no_request(count: int, kills: list[bool]) -> None:
     names = [str(i) for i in range(count)]
     engines = FakeEngines(names, set(), tokens=500)
     for kill in kills:
@@ -103,14 +103,14 @@ def test_kills_from_outside_make_no_suspects(count: int, kills: list[bool]) -> N
 
 @settings(deadline=None, max_examples=examples(100))
 @given(st.integers(1, 300), st.data())
-def test_a_single_killer_is_found_by_bisection(count: int, data: st.DataObject) -> None:
+def test_replay_finds_single_killer_by_bisection(count: int, data: st.DataObject) -> None:
     killer = str(data.draw(st.integers(0, count - 1)))
     engines = FakeEngines([str(i) for i in range(count)], {killer}, room=300)
     engines.finish()
     assert engines.exits <= MAX_LONE_CRASHES + 1 + (count - 1).bit_length()
 
 
-def test_a_killer_that_gets_a_token_from_each_engine_is_found() -> None:
+def test_replay_finds_killer_that_decodes_before_each_crash() -> None:
     class CrashWhenDecoding(FakeEngines):
         """Request 17 gets its first token from each engine; the step after it crashes the engine."""
 
@@ -124,7 +124,7 @@ def test_a_killer_that_gets_a_token_from_each_engine_is_found() -> None:
     assert engines.exits <= MAX_LONE_CRASHES + 7
 
 
-def test_requests_that_had_not_begun_are_not_suspected() -> None:
+def test_replay_does_not_suspect_queued_requests() -> None:
     replay = Replay()
     for name in ("first", "second", "queued"):
         replay.add(name)
@@ -140,7 +140,7 @@ def test_requests_that_had_not_begun_are_not_suspected() -> None:
     assert replay.take_ready() == ["second", "queued"]
 
 
-def test_a_request_that_ends_the_engine_before_it_begins_is_found() -> None:
+def test_replay_finds_killer_that_crashes_before_begin() -> None:
     replay = Replay()
     for name in ("good", "bad"):
         replay.add(name)
@@ -158,7 +158,7 @@ def test_a_request_that_ends_the_engine_before_it_begins_is_found() -> None:
     assert given_up == ["bad"]
 
 
-def test_new_requests_wait_while_suspects_are_isolated() -> None:
+def test_new_requests_wait_while_suspect_is_isolated() -> None:
     engines = FakeEngines(["a", "b"], {"a"})
     engines.step()
     engines.replay.add("new")
@@ -169,7 +169,7 @@ def test_new_requests_wait_while_suspects_are_isolated() -> None:
     assert engines.given_up == ["a"]
 
 
-def test_a_kill_from_outside_does_not_clear_a_suspect() -> None:
+def test_external_kill_does_not_clear_suspect() -> None:
     engines = FakeEngines(["a", "b", "c"], {"a"}, tokens=50)
     engines.step()
     for _ in range(10):
@@ -179,7 +179,7 @@ def test_a_kill_from_outside_does_not_clear_a_suspect() -> None:
     assert (engines.given_up, engines.exits) == (["a"], 1 + 1 + MAX_LONE_CRASHES)
 
 
-def test_a_request_that_is_cleared_starts_again_with_no_lone_crashes() -> None:
+def test_cleared_request_resets_lone_crash_count() -> None:
     replay = Replay()
     replay.add("a")
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_a_request_that_is_cleared_starts_again_with_no_lone_crashes() -> None:
         replay.engine_exited(external=False)
 
 
-def test_requests_that_end_while_they_wait_are_not_submitted() -> None:
+def test_replay_does_not_submit_requests_that_ended_while_waiting() -> None:
     replay = Replay()
     for name in "abc":
         replay.add(name)
@@ -204,7 +204,7 @@ def test_requests_that_end_while_they_wait_are_not_submitted() -> None:
     assert replay.take_ready() == []
 
 
-def test_kills_from_outside_are_not_counted_and_delay_no_new_requests() -> None:
+def test_external_kills_are_not_counted_and_delay_no_requests() -> None:
     replay = Replay()
     replay.add("a")
     for external in (False, *[True] * 10):

@@ -26,14 +26,14 @@ def request(ids: list[int], salt: str = "", adapter: Adapter | None = None) -> E
     return EngineCoreRequest(id="a", prompt_ids=ids, params=SamplingParams(), seed=0, cache_salt=salt, adapter=adapter)
 
 
-def test_a_piece_stands_for_all_tokens_before_its_end() -> None:
+def test_prefix_piece_identifies_all_tokens_before_piece_end() -> None:
     assert prompt(1, 2)[0] == prompt(1, 3)[0] != prompt(2, 1)[0]
     assert prompt(1, 2)[1] != prompt(2, 2)[1]
     assert len(prefix_pieces(request([1] * (2 * PIECE - 1)))) == 1
     assert prefix_pieces(request([1] * (PIECE - 1))) == []
 
 
-def test_salts_and_adapters_have_nothing_in_common() -> None:
+def test_prefix_pieces_differ_by_cache_salt_and_adapter() -> None:
     ids = [1] * PIECE
     adapters = [Adapter("a", digest, "/a") for digest in ("01" * 32, "02" * 32)]
     kinds = [request(ids), request(ids, "x"), *(request(ids, "", each) for each in adapters)]
@@ -41,7 +41,7 @@ def test_salts_and_adapters_have_nothing_in_common() -> None:
     assert prefix_pieces(kinds[2]) == prefix_pieces(request(ids, "", Adapter("b", adapters[0].digest, "/b")))
 
 
-def test_new_prompts_are_spread_and_known_ones_return() -> None:
+def test_router_spreads_new_prompts_and_sends_cached_ones_back() -> None:
     router = Router(2)
     assert [router.place(prompt(word), ALL) for word in range(4)] == [0, 1, 0, 1]
     for each in (0, 0, 1, 1):
@@ -49,28 +49,28 @@ def test_new_prompts_are_spread_and_known_ones_return() -> None:
     assert [router.place(prompt(word, 9), ALL) for word in (3, 2, 1, 0)] == [1, 0, 1, 0]
 
 
-def test_one_after_another_they_fill_both_caches() -> None:
+def test_router_spreads_sequential_prompts_over_replicas() -> None:
     router = Router(2)
-    found = []
+    replicas = []
     for word in range(4):
-        found.append(router.place(prompt(word), ALL))
-        router.record_request_end(found[-1])
-    assert found == [0, 1, 0, 1]
+        replicas.append(router.place(prompt(word), ALL))
+        router.record_request_end(replicas[-1])
+    assert replicas == [0, 1, 0, 1]
 
 
-def test_a_replica_gets_as_many_requests_more_as_it_saves_pieces() -> None:
+def test_router_load_imbalance_is_bounded_by_cached_pieces() -> None:
     router = Router(2)
     assert router.place(prompt(1, 2, 3), ALL) == 0
     assert [router.place(prompt(1, 2, 3), ALL) for _ in range(4)] == [0, 0, 0, 1]
     assert router.place(prompt(1, 2, 3), ALL) == 1, "both have it now"
 
 
-def test_no_prefix_is_long_enough_to_overload_a_replica() -> None:
+def test_router_load_imbalance_is_bounded_for_long_prefix() -> None:
     router, long = Router(2), prompt(*range(100))
     assert [router.place(long, ALL) for _ in range(MOST_AHEAD + 2)] == [0] * (MOST_AHEAD + 1) + [1]
 
 
-def test_a_replica_that_cannot_is_not_chosen_and_one_that_forgot_is_not_preferred() -> None:
+def test_router_skips_unavailable_replica_and_forgotten_prefix() -> None:
     router = Router(2)
     assert router.place(prompt(1, 2), ALL) == 0
     assert router.place(prompt(1, 2), [1]) == 1
@@ -81,7 +81,7 @@ def test_a_replica_that_cannot_is_not_chosen_and_one_that_forgot_is_not_preferre
 
 @settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=60), st.integers(1, 12))
-def test_what_is_remembered_is_bounded_and_has_its_beginnings(sent: list[tuple[int, int]], most: int) -> None:
+def test_router_cache_model_evicts_least_recently_used_ends(sent: list[tuple[int, int]], most: int) -> None:
     """Compared with an engine that evicts the same way: the ends of the least recently used prompts go first."""
     router, model = Router(1, most), OrderedDict[tuple[int, int], None]()
     for word, length in sent:

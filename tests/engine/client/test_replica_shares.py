@@ -30,7 +30,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def test_bytes_threads_and_folders_are_divided() -> None:
+def test_replica_config_divides_memory_disk_and_threads() -> None:
     config = EngineConfig(
         data_parallel_size=2,
         threads=5,
@@ -40,23 +40,23 @@ def test_bytes_threads_and_folders_are_divided() -> None:
         kv_offload_dir="/tmp/kv",
         num_kv_blocks=100,
     )
-    found = [replica_config(config, number, [set(), set()]) for number in range(2)]
-    assert [each.kv_offload_dir for each in found] == ["/tmp/kv/replica-0", "/tmp/kv/replica-1"]
-    for each in found:
+    configs = [replica_config(config, number, [set(), set()]) for number in range(2)]
+    assert [each.kv_offload_dir for each in configs] == ["/tmp/kv/replica-0", "/tmp/kv/replica-1"]
+    for each in configs:
         assert (each.threads, each.num_kv_blocks) == (2, 100)
         assert (each.kv_cache_memory, each.kv_offload_memory, each.kv_offload_disk) == (1.5, 0.5, 4.0)
         assert each.data_parallel_size == 2, "an engine fits what nobody gave into its part too"
 
 
-def test_the_disk_is_divided_where_its_size_is_not_given() -> None:
+def test_replica_config_divides_default_offload_disk() -> None:
     config = EngineConfig(data_parallel_size=4, kv_offload_dir="/tmp/kv")
     assert replica_config(config, 0, [set()] * 4).kv_offload_disk == 2.5
 
 
-def test_what_is_not_given_is_left_to_the_engine() -> None:
-    each = replica_config(EngineConfig(data_parallel_size=3), 0, [set()] * 3)
-    assert (each.kv_cache_memory, each.kv_offload_memory, each.kv_offload_dir) == (None, None, None)
-    assert each.threads == 2
+def test_replica_config_leaves_unset_memory_to_engine() -> None:
+    config = replica_config(EngineConfig(data_parallel_size=3), 0, [set()] * 3)
+    assert (config.kv_cache_memory, config.kv_offload_memory, config.kv_offload_dir) == (None, None, None)
+    assert config.threads == 2
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_what_is_not_given_is_left_to_the_engine() -> None:
         ([{0}, {0}], [1, 1]),
     ],
 )
-def test_a_node_has_a_thread_for_each_core(cores: list[set[int]], threads: list[int]) -> None:
+def test_replicas_of_node_share_its_cores_as_threads(cores: list[set[int]], threads: list[int]) -> None:
     config = EngineConfig(data_parallel_size=len(cores))
     assert [replica_config(config, number, cores).threads for number in range(len(cores))] == threads
 
 
-def test_a_number_of_threads_in_the_environment_is_each_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_applies_to_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert replica_config(EngineConfig(data_parallel_size=2), 0, [set()] * 2).threads is None
     assert replica_config(EngineConfig(data_parallel_size=2, threads=6), 0, [set()] * 2).threads == 3
 
 
-def test_hyper_threads_compute_nothing(tmp_path: Path) -> None:
+def test_threads_on_counts_one_thread_per_physical_core(tmp_path: Path) -> None:
     for core, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 2: "2"}.items():
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
         folder.mkdir(parents=True)
@@ -88,31 +88,33 @@ def test_hyper_threads_compute_nothing(tmp_path: Path) -> None:
     assert threads_on({7, 8}, tmp_path) == 2, "of these nothing is known"
 
 
-def test_gauges_and_counters_are_added_up() -> None:
+def test_sum_stats_adds_gauges_and_counters() -> None:
     tiers = [TierStats("host", pages=2, bytes=20, fetched_pages=1), TierStats("disk", pages=1, stored_pages=5)]
     one = EngineStats(running=1, waiting=2, used_blocks=3, total_blocks=10, steps=7, accepted_drafts=[1], tiers=tiers)
     two = EngineStats(running=4, total_blocks=10, steps=1, accepted_drafts=[1, 2], tiers=tiers[1:])
-    found = sum_stats([one, two])
-    assert (found.running, found.waiting, found.used_blocks, found.total_blocks, found.steps) == (5, 2, 3, 20, 8)
-    assert found.accepted_drafts == [2, 2]
-    assert {tier.name: (tier.pages, tier.bytes, tier.stored_pages) for tier in found.tiers} == {
+    total = sum_stats([one, two])
+    assert (total.running, total.waiting, total.used_blocks, total.total_blocks, total.steps) == (5, 2, 3, 20, 8)
+    assert total.accepted_drafts == [2, 2]
+    assert {tier.name: (tier.pages, tier.bytes, tier.stored_pages) for tier in total.tiers} == {
         "host": (2, 20, 0),
         "disk": (2, 0, 10),
     }
     assert sum_stats([one]) == one
 
 
-def snapshot(names: list[str], codes: list[int]) -> EngineView:
+def make_view(names: list[str], codes: list[int]) -> EngineView:
     sequences = [RequestView(name, "decode", 1, 0, 1, 0, 1, 1, 0, 0) for name in names]
     pages = zlib.compress(np.array(codes, dtype="<u2").tobytes())
     return EngineView(EngineStats(running=len(names)), sequences, pages, 5, 0.5)
 
 
-def test_pages_keep_their_owners() -> None:
-    one = snapshot(["a", "b"], [FIRST_OWNER + 1, EMPTY_BLOCK, FIRST_OWNER])
-    two = snapshot(["c"], [CACHED_BLOCK, FIRST_OWNER, UNLISTED_OWNER, SHARED_BLOCK + 3])
-    found = merge_views([one, two])
-    codes = np.frombuffer(zlib.decompress(found.block_codes), dtype="<u2").tolist()
-    owners = [found.requests[code - FIRST_OWNER].id if CACHED_BLOCK < code < UNLISTED_OWNER else code for code in codes]
+def test_merge_views_keeps_owners_of_kv_blocks() -> None:
+    one = make_view(["a", "b"], [FIRST_OWNER + 1, EMPTY_BLOCK, FIRST_OWNER])
+    two = make_view(["c"], [CACHED_BLOCK, FIRST_OWNER, UNLISTED_OWNER, SHARED_BLOCK + 3])
+    merged = merge_views([one, two])
+    codes = np.frombuffer(zlib.decompress(merged.block_codes), dtype="<u2").tolist()
+    owners = [
+        merged.requests[code - FIRST_OWNER].id if CACHED_BLOCK < code < UNLISTED_OWNER else code for code in codes
+    ]
     assert owners == ["b", EMPTY_BLOCK, "a", CACHED_BLOCK, "c", UNLISTED_OWNER, SHARED_BLOCK + 3]
-    assert (found.stats.running, found.resident_bytes) == (3, 10)
+    assert (merged.stats.running, merged.resident_bytes) == (3, 10)

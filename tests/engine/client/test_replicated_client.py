@@ -103,11 +103,11 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
 
 @settings(deadline=None, max_examples=examples(150))
 @given(st.lists(ACTIONS, max_size=40))
-def test_streams_are_complete_whenever_replicas_end(actions: list[tuple[str, int, int]]) -> None:
+def test_streams_are_complete_after_random_replica_deaths(actions: list[tuple[str, int, int]]) -> None:
     asyncio.run(run(actions))
 
 
-async def test_a_death_moves_streams_at_once() -> None:
+async def test_streams_move_to_other_replica_on_death() -> None:
     client = await started(2)
     callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
     await settle()
@@ -133,7 +133,7 @@ async def test_a_death_moves_streams_at_once() -> None:
     await client.engine_core.stop()
 
 
-async def test_a_block_table_comes_from_the_replica_that_has_the_request() -> None:
+async def test_block_table_comes_from_replica_of_request() -> None:
     client = await started(2)
     Caller(client, ["a", "b"])
     await settle()
@@ -144,7 +144,7 @@ async def test_a_block_table_comes_from_the_replica_that_has_the_request() -> No
     await client.engine_core.stop()
 
 
-async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
+async def test_killer_request_crashes_only_one_replica() -> None:
     client = await started(2)
     bad = Caller(client, ["killer"])
     good = [Caller(client, [f"good-{i}"]) for i in range(3)]
@@ -159,7 +159,7 @@ async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
     await client.engine_core.stop()
 
 
-async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
+async def test_requests_wait_while_all_replicas_restart() -> None:
     client = await started(2, Launcher(FakeProcess, backoff=[0.3]))
     kill(client, 0)
     kill(client, 1)
@@ -181,7 +181,7 @@ class Unstartable(FakeProcess):
         self._sent.put_nowait(cannot_start("there is no room"))
 
 
-async def until_gone(client: EngineClient, number: int) -> None:
+async def wait_until_failed(client: EngineClient, number: int) -> None:
     for _ in range(2000):
         if client.engine_core._replicas[number].failure is not None:
             return
@@ -189,7 +189,7 @@ async def until_gone(client: EngineClient, number: int) -> None:
     raise AssertionError("it was not given up")
 
 
-async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
+async def test_replica_that_cannot_restart_is_left_out() -> None:
     kinds: list[type[FakeProcess]] = [FakeProcess]
     client = await started(2, Launcher(lambda *given: kinds[-1](*given)), max_engine_starts=1)
     kinds.append(Unstartable)
@@ -197,21 +197,21 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     bad = Caller(client, ["killer"])  # the first replica has this request and good-0, and crashes
     await settle()
     await compute(client)
-    await until_gone(client, 0)
+    await wait_until_failed(client, 0)
     await settle()
     assert isinstance(bad.error, EngineError), "the one that may have ended it went with it"
     assert client.alive
     assert client.responsive
     assert sum(len(ids) == LENGTH for each in good for ids in each.found.values()) >= 1
     kill(client, 1)
-    await until_gone(client, 1)
+    await wait_until_failed(client, 1)
     assert not client.alive
     with pytest.raises(EngineError, match="could not be restarted"):
         client.submit([EngineCoreRequest(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
     await client.engine_core.stop()
 
 
-async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
+async def test_sleep_and_wake_up_apply_to_all_replicas() -> None:
     client = await started(2)
     weights = Weights(client)
     callers = [Caller(client, [f"good-{i}"]) for i in range(4)]
@@ -238,7 +238,7 @@ async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
     await client.engine_core.stop()
 
 
-async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
+async def test_replica_that_dies_during_update_loads_weights_after_restart() -> None:
     client = await started(2, Launcher(FakeProcess, backoff=[0.3]))
     weights = Weights(client)
     silent = process_of(client, 0)
@@ -261,7 +261,7 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
     await client.engine_core.stop()
 
 
-async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
+async def test_router_forgets_prefixes_of_dead_replica() -> None:
     client = await started(2)
     forgotten: list[int] = []
     client.engine_core._router.forget = forgotten.append  # type: ignore[method-assign]
@@ -273,7 +273,7 @@ async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
     await client.engine_core.stop()
 
 
-async def test_all_have_the_shortest_context() -> None:
+async def test_replicas_use_shortest_max_model_len() -> None:
     """Memory fits may differ, but a request's tokens and its end must not depend on the replica that computes it."""
     lengths, loaded = [100, 80, 90], []
 
@@ -295,14 +295,14 @@ async def test_all_have_the_shortest_context() -> None:
     await client.engine_core.stop()
 
 
-async def test_a_replica_that_cannot_start_ends_the_start() -> None:
+async def test_start_fails_when_replica_cannot_start() -> None:
     client = processes(EngineConfig(data_parallel_size=2), Launcher(Unstartable))
     with pytest.raises(ConfigError, match="there is no room"):
         await client.engine_core.start()
     assert not client.alive
 
 
-def test_one_engine_needs_no_replicas() -> None:
+def test_single_engine_uses_process_client() -> None:
     client = processes(EngineConfig())
     assert isinstance(client.engine_core, ProcessClient)
     assert LENGTH > 4, "so that requests are cleared before they end"

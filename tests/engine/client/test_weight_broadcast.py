@@ -113,7 +113,7 @@ async def trainer(group: WeightsGroup, folder: Path, most: int = 10**6) -> Async
 
 
 @pytest.mark.slow
-async def test_weights_come_in_buckets_and_are_served_when_all_are_there(folders: tuple[Path, Path]) -> None:
+async def test_broadcast_weights_are_served_after_all_buckets_arrive(folders: tuple[Path, Path]) -> None:
     after = await answer_of(folders[1])
     async with serving(folders[0]) as (client, group):
         before = await answer(client)
@@ -138,7 +138,7 @@ async def test_weights_come_in_buckets_and_are_served_when_all_are_there(folders
 
 
 @pytest.mark.slow
-async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tuple[Path, Path]) -> None:
+async def test_weights_stay_unchanged_when_trainer_dies(folders: tuple[Path, Path]) -> None:
     async with serving(folders[0]) as (client, group):
         before = await answer(client)
         tensors = tensors_of(folders[1])
@@ -159,7 +159,7 @@ async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tupl
 
 
 @pytest.mark.slow
-async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path]) -> None:
+async def test_killed_weight_receiver_is_replaced(folders: tuple[Path, Path]) -> None:
     async with serving(folders[0]) as (client, group):
         before = await answer(client)
         tensors = tensors_of(folders[1])
@@ -178,7 +178,7 @@ async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path])
 
 
 @pytest.mark.slow
-async def test_weights_of_another_shape_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+async def test_broadcast_weights_of_wrong_shape_are_rejected(folders: tuple[Path, Path], tmp_path: Path) -> None:
     async with serving(folders[0]) as (client, group):
         before = await answer(client)
         tensors = load_file(folders[0] / FILE)
@@ -192,26 +192,26 @@ async def test_weights_of_another_shape_are_refused(folders: tuple[Path, Path], 
         assert os.listdir(group._root) == []
 
 
-def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
+def test_weight_receiver_deletes_files_when_parent_disconnects(tmp_path: Path) -> None:
     """As when the server process is killed."""
     root = tmp_path / "root"
     (root / "1").mkdir(parents=True)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "quire.engine.worker.weight_receiver", str(theirs.fileno()), str(root)]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
-    with ours:
-        ours.sendall(encode_frame(make_call(WeightReceiverMethods.leave, 1)))
-        result = read_frame(ours.makefile("rb"))
+    parent_socket, child_socket = socket.socketpair()
+    with child_socket:
+        command = [sys.executable, "-m", "quire.engine.worker.weight_receiver", str(child_socket.fileno()), str(root)]
+        process = subprocess.Popen(command, pass_fds=(child_socket.fileno(),))
+    with parent_socket:
+        parent_socket.sendall(encode_frame(make_call(WeightReceiverMethods.leave, 1)))
+        result = read_frame(parent_socket.makefile("rb"))
         assert result is not None
         assert decode_utility_result(result).error is None
-        ours.shutdown(socket.SHUT_RDWR)
+        parent_socket.shutdown(socket.SHUT_RDWR)
     assert process.wait(60) == 0
     assert not root.exists()
 
 
 @pytest.mark.slow
-async def test_members_that_do_not_come_are_told_of(folders: tuple[Path, Path]) -> None:
+async def test_weights_group_join_reports_missing_members(folders: tuple[Path, Path]) -> None:
     async with serving(folders[0]) as (client, group):
         with pytest.raises(InvalidRequest, match="the process group failed"):
             await group.join(Group("127.0.0.1", free_port(), 1, 2, "gloo", 1.0))

@@ -7,7 +7,7 @@ from quire.engine.core.block_pool import BlockPool, block_hash, root_hash
 from tests.tiers import examples
 
 
-def test_hashes_chain_and_salts_separate() -> None:
+def test_block_hash_depends_on_parent_tokens_and_salt() -> None:
     a = block_hash(root_hash(""), [1, 2])
     assert a == block_hash(root_hash(""), [1, 2])
     different = {
@@ -20,7 +20,7 @@ def test_hashes_chain_and_salts_separate() -> None:
     assert len(different) == 5
 
 
-def test_freed_pages_keep_their_content_until_the_pool_runs_out_least_recent_first() -> None:
+def test_block_pool_evicts_freed_blocks_least_recent_first() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
     digests = [bytes([i]) * 16 for i in range(3)]
@@ -43,29 +43,29 @@ def test_freed_pages_keep_their_content_until_the_pool_runs_out_least_recent_fir
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["take", "drop", "share"]), st.integers(0, 10**6)), max_size=80))
-def test_no_page_is_lost_or_held_by_mistake(actions: list[tuple[str, int]]) -> None:
+def test_block_pool_counts_used_blocks_for_random_actions(actions: list[tuple[str, int]]) -> None:
     pool = BlockPool(6)
     held: list[int] = []
-    made = 0
+    num_cached = 0
     for action, pick in actions:
         if action == "take" and pool.num_free:
             (block,) = pool.allocate(1)
             assert block not in held
             held.append(block)
-            pool.cache_block(block, made.to_bytes(16, "big"))
-            made += 1
+            pool.cache_block(block, num_cached.to_bytes(16, "big"))
+            num_cached += 1
         elif action == "drop" and held:
             pool.unref([held.pop(pick % len(held))])
-        elif action == "share" and made:
-            found = pool.get_cached_prefix([(pick % made).to_bytes(16, "big")])
-            pool.ref(found)
-            held += found
+        elif action == "share" and num_cached:
+            prefix = pool.get_cached_prefix([(pick % num_cached).to_bytes(16, "big")])
+            pool.ref(prefix)
+            held += prefix
         pool.check_invariants()
         assert pool.num_used == len(set(held))
         assert len(pool.cached_blocks) <= pool.num_blocks
 
 
-def test_a_page_that_nothing_can_find_is_reused_before_one_that_was_freed_earlier() -> None:
+def test_block_pool_reuses_unhashed_block_before_cached_block() -> None:
     pool = BlockPool(3)
     cached, other, _ = pool.allocate(3)
     pool.cache_block(cached, block_hash(b"", [1]))

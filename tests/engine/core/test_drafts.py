@@ -34,11 +34,11 @@ GRAMMAR: dict[str, object] = {"temperature": 1.0, "grammar": Grammar("regex", "(
 
 def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[EngineCoreRequest]:
     rng = random.Random(7)
-    made = []
+    requests = []
     for index in range(2 * len(kinds)):
         prompt = [rng.randrange(3, vocab) for _ in range(rng.choice([1, 5, 40, 70]))]
-        made.append(request(str(index), prompt, seed=index, **{"max_tokens": 20} | kinds[index % len(kinds)]))
-    return made
+        requests.append(request(str(index), prompt, seed=index, **{"max_tokens": 20} | kinds[index % len(kinds)]))
+    return requests
 
 
 @dataclass
@@ -63,7 +63,9 @@ class MakeEngine(Protocol):
     def __call__(self, drafter: Drafter, ahead: int) -> EngineCore: ...
 
 
-def check(engine: MakeEngine, requests: list[EngineCoreRequest], wanted: dict[str, Answer], ahead: int) -> None:
+def check_drafts_change_nothing(
+    engine: MakeEngine, requests: list[EngineCoreRequest], wanted: dict[str, Answer], ahead: int
+) -> None:
     plain = engine(NullDrafter(), ahead)
     assert run(plain, requests) == wanted
     for right, wrong in ((4, 0), (0, 3), (2, 2)):
@@ -76,7 +78,7 @@ def check(engine: MakeEngine, requests: list[EngineCoreRequest], wanted: dict[st
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
-def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backend: str, tmp_path: Path) -> None:
+def test_drafts_do_not_change_tokens_or_logprobs(dtype: str, backend: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
     requests = traffic(VOCAB, KINDS)
 
@@ -85,25 +87,25 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
         config = EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options)
         return EngineCore(config, make_drafter=lambda *_: drafter, steps_ahead=ahead)
 
-    wanted = run(engine(NullDrafter(), 0), requests)
-    check(engine, requests, wanted, 0)
-    check(partial(engine, max_num_batched_tokens=21, max_num_seqs=6), requests, wanted, 0)
-    check(partial(engine, max_num_seqs=5), requests, wanted, 1)
-    small = engine(Oracle(wanted, 2, 2), 0, num_kv_blocks=13, max_model_len=200)
+    expected = run(engine(NullDrafter(), 0), requests)
+    check_drafts_change_nothing(engine, requests, expected, 0)
+    check_drafts_change_nothing(partial(engine, max_num_batched_tokens=21, max_num_seqs=6), requests, expected, 0)
+    check_drafts_change_nothing(partial(engine, max_num_seqs=5), requests, expected, 1)
+    small = engine(Oracle(expected, 2, 2), 0, num_kv_blocks=13, max_model_len=200)
     if small.info.block_size == 16:
-        assert run(small, requests) == wanted
+        assert run(small, requests) == expected
         assert small.engine_stats.preemptions > 0
 
 
-def test_beside_grammars_and_with_a_prefix_cache() -> None:
+def test_drafts_do_not_change_tokens_with_grammar_and_prefix_cache() -> None:
     """Runs on the embedded model."""
     requests = traffic(300, [*KINDS[:3], GRAMMAR])
     config = EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1)
-    wanted = run(EngineCore(config), requests)
-    oracle = Oracle(wanted, 2, 2)
+    expected = run(EngineCore(config), requests)
+    oracle = Oracle(expected, 2, 2)
     engine = EngineCore(config, make_drafter=lambda *_: oracle, steps_ahead=1)
     for _ in range(2):  # the second time the prompts are cached
-        got = run(engine, requests)
-        assert {name: each.ids for name, each in got.items()} == {name: each.ids for name, each in wanted.items()}
+        actual = run(engine, requests)
+        assert {name: each.ids for name, each in actual.items()} == {name: each.ids for name, each in expected.items()}
     assert oracle.asked == {each.id for each in requests}
     assert engine.engine_stats.prefix_hits > 0

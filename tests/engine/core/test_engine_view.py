@@ -34,7 +34,7 @@ from quire.engine.core.stats import EngineView, MemoryView
 PAGE = 4
 
 
-def make(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 8) -> Scheduler:
+def make_scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 8) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -59,12 +59,12 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
     return batch
 
 
-def codes(view: EngineView) -> list[int]:
+def block_codes(view: EngineView) -> list[int]:
     return np.frombuffer(zlib.decompress(view.block_codes), dtype="<u2").tolist()
 
 
-def test_pages_belong_to_whom_the_steps_gave_them() -> None:
-    scheduler = make()
+def test_engine_view_assigns_kv_blocks_to_requests() -> None:
+    scheduler = make_scheduler()
     owner: dict[str, list[int]] = {"a": [], "b": []}
     scheduler.add_request(request("a", range(6)))
     scheduler.add_request(request("b", range(50, 52)))
@@ -73,33 +73,33 @@ def test_pages_belong_to_whom_the_steps_gave_them() -> None:
             owner[row.request_id] += row.new_block_ids
     view = take_engine_view(scheduler)
     assert [seq.id for seq in view.requests] == ["a", "b"]
-    wanted = [EMPTY_BLOCK] * 16
+    expected = [EMPTY_BLOCK] * 16
     for index, name in enumerate("ab"):
         for page in owner[name]:
-            wanted[page] = FIRST_OWNER + index
-    assert codes(view) == wanted
+            expected[page] = FIRST_OWNER + index
+    assert block_codes(view) == expected
     assert [seq.blocks for seq in view.requests] == [len(owner["a"]), len(owner["b"])]
     assert view.stats == scheduler.make_stats()
 
 
-def test_pages_of_the_dead_stay_cached_and_those_of_twins_are_shared() -> None:
-    scheduler = make(max_num_batched_tokens=64)
+def test_engine_view_marks_cached_and_shared_blocks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
     scheduler.add_request(request("a", range(10)))
     first = step(scheduler).scheduled_requests[0].new_block_ids
     scheduler.abort_request("a")
     view = take_engine_view(scheduler)
     full = first[: 10 // PAGE]
-    assert [page for page, code in enumerate(codes(view)) if code == CACHED_BLOCK] == sorted(full)
+    assert [page for page, code in enumerate(block_codes(view)) if code == CACHED_BLOCK] == sorted(full)
     for name in "bcd":
         scheduler.add_request(request(name, range(10)))
         step(scheduler)
     view = take_engine_view(scheduler)
-    assert [codes(view)[page] for page in full] == [SHARED_BLOCK + 3] * len(full)
+    assert [block_codes(view)[page] for page in full] == [SHARED_BLOCK + 3] * len(full)
     assert [(seq.cached_tokens, seq.shared_blocks) for seq in view.requests] == [(8, 2)] * 3
 
 
-def test_phases_from_the_queue_to_decoding_and_back() -> None:
-    scheduler = make(num_blocks=8, max_num_seqs=2)
+def test_engine_view_shows_phase_of_each_request() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_seqs=2)
     phases = lambda: {seq.id: seq.phase for seq in take_engine_view(scheduler).requests}  # noqa: E731
     scheduler.add_request(request("a", range(12), max_tokens=20))
     scheduler.add_request(request("b", range(30, 38), max_tokens=20))
@@ -116,9 +116,9 @@ def test_phases_from_the_queue_to_decoding_and_back() -> None:
     assert phases()["a"] == "decode", "who came first goes on"
 
 
-def test_a_queue_without_end_is_cut_and_its_pages_are_still_in_use() -> None:
+def test_engine_view_truncates_requests_and_codes_unlisted_blocks() -> None:
     count = MAX_LISTED_REQUESTS + 3
-    scheduler = make(num_blocks=count, max_num_seqs=count, max_num_batched_tokens=4 * count)
+    scheduler = make_scheduler(num_blocks=count, max_num_seqs=count, max_num_batched_tokens=4 * count)
     for index in range(count):
         scheduler.add_request(request(str(index), [index, 1, 2], max_tokens=1))
     batch = scheduler.schedule()
@@ -126,22 +126,22 @@ def test_a_queue_without_end_is_cut_and_its_pages_are_still_in_use() -> None:
     view = take_engine_view(scheduler)
     assert len(view.requests) == MAX_LISTED_REQUESTS
     assert view.stats.running == count
-    assert codes(view).count(UNLISTED_OWNER) == 3
+    assert block_codes(view).count(UNLISTED_OWNER) == 3
 
 
 @pytest.mark.parametrize("num_blocks", [1, 70_000])
-def test_every_page_has_a_code(num_blocks: int) -> None:
-    assert codes(take_engine_view(make(num_blocks=num_blocks))) == [EMPTY_BLOCK] * num_blocks
+def test_engine_view_has_code_for_every_block(num_blocks: int) -> None:
+    assert block_codes(take_engine_view(make_scheduler(num_blocks=num_blocks))) == [EMPTY_BLOCK] * num_blocks
 
 
-def test_tiles_of_an_image_are_told_as_one_place() -> None:
+def test_merge_image_spans_joins_tiles_of_one_image() -> None:
     spans = [MediaSpan(place, 16, b"") for place in (3, 21, 39, 70, 90)]
     assert merge_image_spans(spans) == [(3, 52), (70, 36)]
     assert merge_image_spans([]) == []
 
 
-def test_a_block_table_is_what_the_steps_allocated() -> None:
-    scheduler = make(max_num_batched_tokens=64)
+def test_block_table_view_equals_allocated_blocks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
     tables: dict[str, list[int]] = {"a": [], "b": []}
     for name in tables:
         scheduler.add_request(request(name, range(10)))
@@ -157,8 +157,8 @@ def test_a_block_table_is_what_the_steps_allocated() -> None:
     assert twin.block_ids[2] != tables["a"][2]
 
 
-def test_a_waiting_request_has_an_empty_table_and_an_unknown_one_none() -> None:
-    scheduler = make()
+def test_block_table_view_is_empty_for_waiting_request() -> None:
+    scheduler = make_scheduler()
     scheduler.add_request(request("a", range(10)))
     table = take_block_table_view(scheduler, "a")
     assert table is not None
@@ -167,7 +167,7 @@ def test_a_waiting_request_has_an_empty_table_and_an_unknown_one_none() -> None:
     assert take_block_table_view(scheduler, "a") is None
 
 
-def test_a_long_table_is_cut_and_freed_blocks_of_a_window_are_told() -> None:
+def test_block_table_view_truncates_and_marks_freed_window_blocks() -> None:
     tokens = PAGE * (MAX_LISTED_BLOCKS + 8)
     config = SchedulerConfig(
         num_blocks=2 * MAX_LISTED_BLOCKS,
@@ -191,7 +191,7 @@ def test_a_long_table_is_cut_and_freed_blocks_of_a_window_are_told() -> None:
 SIZES = st.integers(0, 1000)
 
 
-def parts(memory: MemoryView) -> list[int]:
+def check_memory_parts(memory: MemoryView) -> list[int]:
     total, *rest = msgspec.structs.astuple(memory)
     assert sum(rest) == total
     assert min(rest) >= 0
@@ -199,17 +199,19 @@ def parts(memory: MemoryView) -> list[int]:
 
 
 @given(free=SIZES, allocator=SIZES, others=SIZES, weights=SIZES, kv=SIZES)
-def test_a_gpu_s_parts_add_up(free: int, allocator: int, others: int, weights: int, kv: int) -> None:
+def test_gpu_memory_parts_sum_to_total(free: int, allocator: int, others: int, weights: int, kv: int) -> None:
     total = free + allocator + others
     memory = divide_gpu_memory(total=total, free=free, allocator=allocator, weights=weights, kv=kv)
-    assert parts(memory)[3:] == [others, 0, free]
+    assert check_memory_parts(memory)[3:] == [others, 0, free]
     if weights + kv <= allocator:
-        assert parts(memory)[:3] == [weights, kv, allocator - weights - kv]
+        assert check_memory_parts(memory)[:3] == [weights, kv, allocator - weights - kv]
 
 
 @given(available=SIZES, used=SIZES, resident=SIZES, start=SIZES, weights=SIZES, kv=SIZES)
-def test_a_host_s_parts_add_up(available: int, used: int, resident: int, start: int, weights: int, kv: int) -> None:
-    parts(
+def test_host_memory_parts_sum_to_total(
+    available: int, used: int, resident: int, start: int, weights: int, kv: int
+) -> None:
+    check_memory_parts(
         divide_host_memory(
             total=available + used,
             available=available,
@@ -221,9 +223,9 @@ def test_a_host_s_parts_add_up(available: int, used: int, resident: int, start: 
     )
 
 
-def test_a_host_s_blocks_have_their_place_before_they_are_used() -> None:
+def test_host_memory_reserves_kv_before_use() -> None:
     known = {"total": 1000, "resident_at_start": 150, "weights": 100, "kv": 200}
     idle = divide_host_memory(available=700, resident=150, **known)
-    assert parts(idle) == [100, 200, 0, 50, 150, 500]
+    assert check_memory_parts(idle) == [100, 200, 0, 50, 150, 500]
     busy = divide_host_memory(available=490, resident=360, **known)
-    assert parts(busy) == [100, 200, 10, 50, 150, 490]
+    assert check_memory_parts(busy) == [100, 200, 10, 50, 150, 490]

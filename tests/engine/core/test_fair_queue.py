@@ -60,7 +60,7 @@ COSTS = st.integers(1, 50)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), COSTS), min_size=50, max_size=300))
-def test_tenants_with_work_waiting_are_served_by_weight(sent: list[tuple[str, int]]) -> None:
+def test_fair_queue_serves_waiting_tenants_by_weight(sent: list[tuple[str, int]]) -> None:
     """The paper's bound: while two tenants wait, their service divided by weight differs by at most two requests."""
     line = Line()
     costs: dict[str, int] = {}
@@ -88,7 +88,7 @@ OPERATIONS = st.one_of(
 
 
 @given(st.lists(OPERATIONS, max_size=120))
-def test_whatever_happens_the_most_urgent_then_the_least_served_then_the_first_goes(operations: list[tuple]) -> None:
+def test_fair_queue_orders_by_priority_service_then_arrival(operations: list[tuple]) -> None:
     line = Line()
     waiting: list[Request] = []
     for what, first, second in operations:
@@ -110,7 +110,7 @@ def test_whatever_happens_the_most_urgent_then_the_least_served_then_the_first_g
     assert sorted(each.arrival for each in left) == sorted(each.arrival for each in waiting)
 
 
-def test_a_late_comer_gets_no_credit_for_having_been_away() -> None:
+def test_fair_queue_gives_no_credit_for_idle_time() -> None:
     line = Line()
     for _ in range(20):
         line.push("a")
@@ -186,7 +186,7 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
     modest=st.tuples(st.integers(1, 60), st.integers(1, 60)),
     num_blocks=st.sampled_from([35, 60, 400]),
 )
-def test_a_greedy_tenant_cannot_push_another_below_its_share(
+def test_scheduler_keeps_fair_share_against_greedy_tenant(
     greedy: tuple[int, int], modest: tuple[int, int], num_blocks: int
 ) -> None:
     """100 requests in flight against 8, with KV blocks for all or few enough that requests are preempted."""
@@ -207,7 +207,7 @@ def step(scheduler: Scheduler) -> None:
     )
 
 
-def full(*, slots: int = 8, num_blocks: int = 400, greedy: int = 20) -> Scheduler:
+def make_full_scheduler(*, slots: int = 8, num_blocks: int = 400, greedy: int = 20) -> Scheduler:
     """A scheduler with all slots held by one tenant for a long time, and more of its requests waiting."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -221,8 +221,8 @@ def full(*, slots: int = 8, num_blocks: int = 400, greedy: int = 20) -> Schedule
 
 
 @pytest.mark.parametrize("greedy", [8, 20])
-def test_a_tenant_that_holds_all_places_gives_one_to_another_at_once(greedy: int) -> None:
-    scheduler = full(greedy=greedy)
+def test_scheduler_preempts_tenant_that_holds_all_slots(greedy: int) -> None:
+    scheduler = make_full_scheduler(greedy=greedy)
     assert running(scheduler) == {"greedy": 8}
     scheduler.add_request(request("short", "modest"))
     step(scheduler)  # at first both tenants are even, and earlier requests go first
@@ -231,8 +231,8 @@ def test_a_tenant_that_holds_all_places_gives_one_to_another_at_once(greedy: int
     assert scheduler.list_requests()[0][6].engine_request.id == "greedy 6", "the newest is the one that waits"
 
 
-def test_places_are_taken_until_the_shares_are_equal_and_never_taken_back() -> None:
-    scheduler = full()
+def test_scheduler_preempts_until_shares_are_equal() -> None:
+    scheduler = make_full_scheduler()
     for index in range(20):
         scheduler.add_request(request(f"modest {index}", "modest", max_tokens=150))
     for _ in range(20):
@@ -243,8 +243,8 @@ def test_places_are_taken_until_the_shares_are_equal_and_never_taken_back() -> N
     assert scheduler.make_stats().preemptions == 4
 
 
-def test_shares_are_by_weight() -> None:
-    scheduler = full(slots=9)
+def test_scheduler_divides_slots_by_tenant_weight() -> None:
+    scheduler = make_full_scheduler(slots=9)
     for index in range(20):
         scheduler.add_request(request(f"heavy {index}", "heavy", max_tokens=150, weight=2.0))
     for _ in range(20):
@@ -252,10 +252,10 @@ def test_shares_are_by_weight() -> None:
     assert running(scheduler) == {"greedy": 3, "heavy": 6}
 
 
-def test_pages_are_taken_too_but_only_where_they_suffice() -> None:
+def test_scheduler_preempts_for_kv_blocks_only_if_request_then_fits() -> None:
     """8 requests of 20 tokens hold 40 of 44 blocks. 7 may be preempted: 15 blocks can be freed, 41 cannot."""
     for prompt, runs in ((60, {"greedy": 6, "modest": 1}), (164, {"greedy": 8})):
-        scheduler = full(slots=16, num_blocks=44, greedy=8)
+        scheduler = make_full_scheduler(slots=16, num_blocks=44, greedy=8)
         for _ in range(15):
             step(scheduler)
         scheduler.add_request(request("other", "modest", prompt=prompt))
@@ -263,8 +263,8 @@ def test_pages_are_taken_too_but_only_where_they_suffice() -> None:
         assert running(scheduler) == runs, "nobody loses its place for nothing"
 
 
-def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> None:
-    scheduler = full()
+def test_urgent_request_preempts_lower_priority_of_any_tenant() -> None:
+    scheduler = make_full_scheduler()
     scheduler.add_request(request("later", "modest", priority=1))
     scheduler.add_request(request("equal", "greedy"))
     step(scheduler)
@@ -279,7 +279,7 @@ def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> 
     assert scheduler.make_stats().preemptions == 2
 
 
-def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
+def test_low_priority_requests_get_small_part_of_each_step() -> None:
     """20 low-priority decodes and a long low-priority prompt run with one urgent decode, then with an urgent prompt."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -298,10 +298,10 @@ def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
         scheduler.update_from_output(
             batch, ModelRunnerOutput({row.request_id: [2] for row in batch.scheduled_requests if row.should_sample})
         )
-        found: Counter[str] = Counter()
+        tokens_by_name: Counter[str] = Counter()
         for row in batch.scheduled_requests:
-            found[row.request_id.partition(" ")[0]] += row.num_tokens
-        return found
+            tokens_by_name[row.request_id.partition(" ")[0]] += row.num_tokens
+        return tokens_by_name
 
     for index in range(20):
         scheduler.add_request(request(f"calm {index}", "a", max_tokens=150, priority=5))
@@ -327,7 +327,7 @@ def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
     assert rows()["another"] > SHORT_STEP_TOKENS, "they have all of it again"
 
 
-def test_priorities_go_before_fairness() -> None:
+def test_fair_queue_puts_priority_before_fairness() -> None:
     line = Line()
     line.push("a", priority=1)
     line.push("b", priority=0)
@@ -335,7 +335,7 @@ def test_priorities_go_before_fairness() -> None:
     assert line.pop().engine_request.tenant == "b"
 
 
-def test_a_sequence_that_does_not_wait_cannot_leave() -> None:
+def test_fair_queue_cannot_remove_request_twice() -> None:
     line = Line()
     seq = line.push("a")
     line.push("a")
@@ -344,7 +344,7 @@ def test_a_sequence_that_does_not_wait_cannot_leave() -> None:
         line.queue.remove_request(seq)
 
 
-def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fair_queue_bounds_remembered_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_TENANTS", 8)
     line = Line()
     running = line.push("runs")
@@ -361,26 +361,26 @@ def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch
     assert line.pop().engine_request.tenant == "waits"
 
 
-def test_streams_beyond_a_short_step_go_on_too() -> None:
+def test_low_priority_streams_over_short_step_do_not_starve() -> None:
     """The last of them got no token while urgent requests kept arriving."""
     options = {"num_blocks": 200, "block_size": 16, "max_model_len": 100, "max_num_batched_tokens": 512}
-    some = Scheduler(SchedulerConfig(max_num_seqs=SHORT_STEP_TOKENS + 11, **options))
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=SHORT_STEP_TOKENS + 11, **options))
     calm = SamplingParams(max_tokens=40, ignore_eos=True)
     for index in range(SHORT_STEP_TOKENS + 10):
-        some.add_request(EngineCoreRequest(id=f"calm{index}", prompt_ids=[1, 2], params=calm, seed=0, priority=1))
-    got = Counter[str]()
+        scheduler.add_request(EngineCoreRequest(id=f"calm{index}", prompt_ids=[1, 2], params=calm, seed=0, priority=1))
+    output_counts = Counter[str]()
     for step in range(30):
         if step == 5:
-            some.add_request(
+            scheduler.add_request(
                 EngineCoreRequest(id="urgent", prompt_ids=[1], params=SamplingParams(max_tokens=1), seed=0)
             )
-        batch = some.schedule()
+        batch = scheduler.schedule()
         assert batch is not None
-        some.update_from_output(
+        scheduler.update_from_output(
             batch,
             ModelRunnerOutput(
                 {row.request_id: [5] for row in batch.scheduled_requests if row.should_sample}, {}, {}, {}, {}
             ),
         )
-        got.update(output.id for output in some.take_outputs())
-    assert min(got[f"calm{index}"] for index in range(SHORT_STEP_TOKENS + 10)) >= 28
+        output_counts.update(output.id for output in scheduler.take_outputs())
+    assert min(output_counts[f"calm{index}"] for index in range(SHORT_STEP_TOKENS + 10)) >= 28

@@ -16,7 +16,7 @@ def record(number: int, ended: float = 3.0) -> StepRecord:
     return StepRecord(number, 1.0, 1.0, 2.0, ended, 1, 1, (), ())
 
 
-def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() -> None:
+def test_token_gaps_equal_times_between_engine_steps() -> None:
     """However late the steps are recorded, and however many tokens a step gives."""
     history, gaps = RequestHistory(), list[float]()
     history.token_gap_listeners.append(gaps.append)
@@ -29,7 +29,7 @@ def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() 
     assert gaps == [0.5, 2.0, 2.0]
 
 
-def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
+def test_timeline_follows_request_across_replicas() -> None:
     history = RequestHistory(replicas=2)
     for name in ("a", "b"):
         history.record_submission(EngineCoreRequest(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
@@ -40,22 +40,22 @@ def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
     history.record_engine_death(1, ["a", "b"])
     history.record_step([EngineCoreOutput("a", [9])], record(1), 0)
     history.record_step([EngineCoreOutput("b", [9])], record(1), 1)
-    found = {timeline.id: timeline for timeline in history.open_timelines}
-    assert [(step.engine_number, step.replica) for step in found["a"].steps] == [(0, 0), (1, 1), (2, 0)]
-    assert [(step.engine_number, step.replica) for step in found["b"].steps] == [(1, 1), (1, 1), (3, 1)]
-    assert (found["a"].count_phase("recovering"), found["b"].count_phase("recovering")) == (2, 1)
-    assert found["a"].steps[1].request_ids == ("a", "b")
+    timelines = {timeline.id: timeline for timeline in history.open_timelines}
+    assert [(step.engine_number, step.replica) for step in timelines["a"].steps] == [(0, 0), (1, 1), (2, 0)]
+    assert [(step.engine_number, step.replica) for step in timelines["b"].steps] == [(1, 1), (1, 1), (3, 1)]
+    assert (timelines["a"].count_phase("recovering"), timelines["b"].count_phase("recovering")) == (2, 1)
+    assert timelines["a"].steps[1].request_ids == ("a", "b")
 
 
-def test_the_collector_follows_no_step() -> None:
+def test_step_records_are_not_tracked_by_gc() -> None:
     """A history has 100,000 steps: garbage collections of new ones stalled the event loop."""
     history = RequestHistory()
     history.record_submission(EngineCoreRequest(id="a", prompt_ids=[1, 2], params=SamplingParams(), seed=0))
-    told = StepRecord(1, 1.0, 1.0, 2.0, 3.0, 1, 2, (("a", 0, 2),), ())
+    step_record = StepRecord(1, 1.0, 1.0, 2.0, 3.0, 1, 2, (("a", 0, 2),), ())
     history.record_step(
-        [EngineCoreOutput("a", [7])], msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepRecord)
+        [EngineCoreOutput("a", [7])], msgspec.msgpack.decode(msgspec.msgpack.encode(step_record), type=StepRecord)
     )
     (step,) = history.open_timelines[0].steps
-    assert step.record == told
-    followed = [each for each in (step, step.record, step.record.preempted_ids) if gc.is_tracked(each)]
-    assert not followed
+    assert step.record == step_record
+    tracked = [each for each in (step, step.record, step.record.preempted_ids) if gc.is_tracked(each)]
+    assert not tracked

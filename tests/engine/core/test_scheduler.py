@@ -171,21 +171,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check(self, request: EngineCoreRequest, outputs: list[EngineCoreOutput]) -> None:
         assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
         reason = outputs[-1].finish_reason
-        got = [token for output in outputs for token in output.new_ids]
+        tokens = [token for output in outputs for token in output.new_ids]
         if request.sampling_params is None:
-            answered = (outputs[-1].vector, got, len(outputs), reason)
+            answered = (outputs[-1].vector, tokens, len(outputs), reason)
             aborted = (None, [], 1, "abort")
             assert answered in ((fake_vector(request.prompt_ids), [], 1, "stop"), aborted)
             assert answered != aborted or request.id in self.aborted
             return
-        wanted = expected_tokens(request)
+        expected = expected_tokens(request)
         if reason == "abort":
             assert request.id in self.aborted
-            assert got == wanted[: len(got)]
+            assert tokens == expected[: len(tokens)]
             return
-        assert got == wanted
+        assert tokens == expected
         limit = min(request.params.max_tokens or CONTEXT, CONTEXT - len(request.prompt_ids))
-        assert reason == ("length" if len(got) == limit and not self.stops(request, got) else "stop")
+        assert reason == ("length" if len(tokens) == limit and not self.stops(request, tokens) else "stop")
         if request.params.prompt_logprobs is not None:
             sent = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
             assert [[p and p.token_id for p in each] for each in sent] == [[None, *request.prompt_ids[1:]]]
@@ -206,8 +206,8 @@ class LargePages(SchedulerMachine):
     num_blocks = 5
 
 
-TestLargePages = LargePages.TestCase
-TestLargePages.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+TestSchedulerWithLargeBlocks = LargePages.TestCase
+TestSchedulerWithLargeBlocks.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 class Windows(SchedulerMachine):
@@ -237,8 +237,10 @@ class LargePagesAndWindows(LargePages):
     num_blocks = 13
 
 
-TestLargePagesAndWindows = LargePagesAndWindows.TestCase
-TestLargePagesAndWindows.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
+TestSchedulerWithLargeBlocksAndWindows = LargePagesAndWindows.TestCase
+TestSchedulerWithLargeBlocksAndWindows.settings = settings(
+    max_examples=examples(100), stateful_step_count=60, deadline=None
+)
 
 
 def scheduler(**options: Any) -> Scheduler:
@@ -257,24 +259,24 @@ def request(name: str, prompt_length: int, **params: int) -> EngineCoreRequest:
     return EngineCoreRequest(id=name, prompt_ids=list(range(prompt_length)), params=SamplingParams(**params), seed=0)
 
 
-def test_what_can_never_fit_is_refused_at_once() -> None:
+def test_request_that_can_never_fit_is_rejected_at_once() -> None:
     tight = scheduler(num_blocks=4, max_model_len=40)
     tight.add_request(request("long", 12, max_tokens=5))
     tight.add_request(request("fits", 12, max_tokens=4))
-    (refused,) = tight.take_outputs()
-    assert (refused.id, refused.finish_reason) == ("long", "error")
-    assert "17 tokens" in (refused.error or "")
-    assert "16" in (refused.error or "")
+    (output,) = tight.take_outputs()
+    assert (output.id, output.finish_reason) == ("long", "error")
+    assert "17 tokens" in (output.error or "")
+    assert "16" in (output.error or "")
 
 
-def test_a_prompt_as_long_as_the_context_is_refused() -> None:
+def test_prompt_as_long_as_context_is_rejected() -> None:
     tight = scheduler()
     tight.add_request(request("full", CONTEXT))
     assert tight.take_outputs()[0].finish_reason == "error"
 
 
 @pytest.mark.parametrize(("length", "reason"), [(CONTEXT, "stop"), (CONTEXT + 1, "error")])
-def test_a_prompt_as_long_as_the_context_has_a_vector(length: int, reason: str) -> None:
+def test_pooling_prompt_may_fill_context(length: int, reason: str) -> None:
     some, device = scheduler(), FakeDevice()
     prompt = [index % 5 for index in range(length)]
     some.add_request(EngineCoreRequest(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
@@ -288,7 +290,7 @@ def test_a_prompt_as_long_as_the_context_has_a_vector(length: int, reason: str) 
     assert some.make_stats().generation_tokens == 0
 
 
-def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
+def test_decodes_precede_prefill_chunked_by_token_budget() -> None:
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
     busy.add_request(request("first", 3, max_tokens=20))
@@ -301,7 +303,7 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
     assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("first", 1), ("second", 9)]
 
 
-def test_images_of_several_requests_are_read_in_several_steps() -> None:
+def test_encoder_work_is_chunked_over_steps() -> None:
     """Encoder work counts against a step's token budget and is chunked. Only the image's own request waits for it."""
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
@@ -327,7 +329,7 @@ def test_images_of_several_requests_are_read_in_several_steps() -> None:
     ]
 
 
-def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
+def test_decode_precedes_prefill_of_urgent_running_request() -> None:
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
     busy.add_request(request("calm", 3, max_tokens=20))
@@ -340,7 +342,7 @@ def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
         assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("calm", 1), ("urgent", 9)]
 
 
-def test_a_more_urgent_request_is_admitted_first() -> None:
+def test_higher_priority_request_is_admitted_first() -> None:
     one_slot = scheduler(max_num_seqs=1)
     one_slot.add_request(request("calm", 3))
     urgent = EngineCoreRequest(id="urgent", prompt_ids=[1, 2], params=SamplingParams(), seed=0, priority=-1)
@@ -351,7 +353,7 @@ def test_a_more_urgent_request_is_admitted_first() -> None:
 
 
 @pytest.mark.parametrize("urgent", [0, 1, 2])
-def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(urgent: int) -> None:
+def test_scheduler_preempts_lowest_priority_then_youngest(urgent: int) -> None:
     tight, device = scheduler(num_blocks=6), FakeDevice()
     for index in range(3):
         params = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -364,7 +366,7 @@ def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(ur
     assert batch.preempted_ids == ["1" if urgent == 2 else "2"]
 
 
-def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
+def test_preempted_prompt_is_charged_once() -> None:
     charged: Counter[str] = Counter()
 
     class Counting(FairQueue):
@@ -383,7 +385,7 @@ def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_abort_frees_pages_at_once(count: int) -> None:
+def test_abort_frees_kv_blocks_at_once(count: int) -> None:
     some = scheduler()
     for index in range(count):
         some.add_request(request(str(index), 9))
@@ -407,13 +409,13 @@ def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict
     return found, steps
 
 
-def test_right_drafts_save_steps_and_count_once() -> None:
+def test_accepted_drafts_save_steps_and_count_once() -> None:
     plain, drafting = scheduler(), scheduler(drafter=DRAFTERS["right"])
     for each in (plain, drafting):
         each.add_request(request("long", 5, max_tokens=25))
-    wanted, steps = drain(plain, FakeDevice())
-    got, fewer = drain(drafting, FakeDevice())
-    assert got == wanted
+    expected, steps = drain(plain, FakeDevice())
+    tokens, fewer = drain(drafting, FakeDevice())
+    assert tokens == expected
     assert (steps, fewer < 15) == (25, True)
     assert drafting.make_stats().generation_tokens == plain.make_stats().generation_tokens == 25
 
@@ -428,7 +430,7 @@ class Fixed(Drafter):
         return [Draft(self.drafts) for _ in asked]
 
 
-def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
+def test_drafts_take_no_kv_blocks_from_other_requests() -> None:
     """The request that could draft comes first, and the other one needs the only free block."""
     drafter = Fixed([])
     tight, device = scheduler(num_blocks=4, drafter=drafter), FakeDevice()
@@ -449,7 +451,7 @@ def of(name: str, prompt: list[int], **params: int) -> EngineCoreRequest:
     return EngineCoreRequest(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0)
 
 
-def large_pages(**options: int) -> tuple[Scheduler, FakeDevice]:
+def make_large_block_scheduler(**options: int) -> tuple[Scheduler, FakeDevice]:
     options = {"block_size": 16, "hash_block_size": 4, "num_blocks": 6, "max_num_batched_tokens": 100} | options
     return scheduler(**options), FakeDevice(16)
 
@@ -461,9 +463,9 @@ def step(on: Scheduler, device: FakeDevice) -> SchedulerOutput:
     return batch
 
 
-def test_a_page_is_forked_where_prompts_part() -> None:
+def test_kv_block_is_copied_up_to_where_prompts_differ() -> None:
     """Also while the first request still writes to that block, because its beginning no longer changes."""
-    pages, device = large_pages()
+    pages, device = make_large_block_scheduler()
     first = list(range(27))
     pages.add_request(of("first", first, max_tokens=8))
     step(pages, device)
@@ -480,17 +482,17 @@ def test_a_page_is_forked_where_prompts_part() -> None:
     assert [copy.num_tokens for copy in step(pages, device).block_copies] == [4], "after its owners have ended"
 
 
-def test_what_the_step_itself_computes_is_not_copied() -> None:
-    pages, device = large_pages()
+def test_kv_block_computed_in_same_step_is_not_copied() -> None:
+    pages, device = make_large_block_scheduler()
     prompt = list(range(14))
     pages.add_request(of("first", prompt, max_tokens=2))
     pages.add_request(of("second", [*prompt[:12], 99], max_tokens=2))
     assert step(pages, device).block_copies == []
 
 
-def test_the_last_free_page_goes_on_where_it_is() -> None:
+def test_last_free_kv_block_is_reused_without_copy() -> None:
     """The same block is the source and the destination of the copy."""
-    pages, device = large_pages(num_blocks=3)
+    pages, device = make_large_block_scheduler(num_blocks=3)
     pages.add_request(of("old", list(range(13)), max_tokens=1))
     step(pages, device)
     pages.add_request(of("long", list(range(100, 131)), max_tokens=1))
@@ -500,7 +502,7 @@ def test_the_last_free_page_goes_on_where_it_is() -> None:
     assert batch.block_copies == []
 
 
-def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+def test_long_prefill_token_threshold_lets_short_prompt_in() -> None:
     def first_step_of(threshold: int | None) -> int:
         scheduler = Scheduler(
             SchedulerConfig(

@@ -27,7 +27,7 @@ PARAMS = SamplingParams(
 )
 
 
-def test_a_batch_survives_the_way_to_another_process() -> None:
+def test_scheduler_output_round_trips_through_msgpack() -> None:
     batch = SchedulerOutput(
         scheduled_requests=[
             ScheduledRequest("a", 0, 0, 17, [4, 9], False),
@@ -48,7 +48,7 @@ def test_a_batch_survives_the_way_to_another_process() -> None:
     ) == SchedulerOutput(batch.scheduled_requests)
 
 
-def test_so_does_what_comes_of_it() -> None:
+def test_model_runner_output_round_trips_through_msgpack() -> None:
     logprob = TokenLogprob(5, -0.25, 1, [(5, -0.25), (6, -1.5)])
     output = ModelRunnerOutput(
         {"b": [5], "c": [1, 2]},
@@ -60,7 +60,7 @@ def test_so_does_what_comes_of_it() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ModelRunnerOutput) == output
 
 
-def test_requests_for_tokens_and_for_vectors_are_told_apart() -> None:
+def test_engine_request_keeps_sampling_or_pooling_params() -> None:
     for params in (PARAMS, SamplingParams(), PoolingParams()):
         request = EngineCoreRequest(id="a", prompt_ids=[1], params=params, seed=0)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest) == request
@@ -68,5 +68,5 @@ def test_requests_for_tokens_and_for_vectors_are_told_apart() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=EngineCoreOutput) == output
 
 
-def test_params_are_also_read_from_plain_settings() -> None:
+def test_sampling_params_convert_from_plain_dict() -> None:
     assert msgspec.convert({"temperature": 0.5}, SamplingParams) == SamplingParams(temperature=0.5)

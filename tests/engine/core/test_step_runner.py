@@ -113,11 +113,11 @@ class AsyncDevice:
 
 @contextmanager
 def device(seed: int, stages: int = 1) -> Iterator[AsyncDevice]:
-    made = AsyncDevice(seed, stages=stages)
+    async_device = AsyncDevice(seed, stages=stages)
     try:
-        yield made
+        yield async_device
     finally:
-        made.stop()
+        async_device.stop()
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Arrival:
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[Arrival]:
-    made = []
+    traffic = []
     for index in range(draw(st.integers(1, 8))):
         grammar = draw(st.booleans())
         params = SamplingParams(
@@ -144,8 +144,8 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
         each = EngineCoreRequest(
             id=name, prompt_ids=draw(PROMPTS), params=params, seed=0, priority=draw(st.integers(0, 2))
         )
-        made.append(Arrival(draw(st.integers(0, 4)), each, draw(st.one_of(st.none(), st.integers(0, 6)))))
-    return made
+        traffic.append(Arrival(draw(st.integers(0, 4)), each, draw(st.one_of(st.none(), st.integers(0, 6)))))
+    return traffic
 
 
 def serve(
@@ -191,7 +191,9 @@ def serve(
     return outputs
 
 
-def merged(outputs: list[EngineCoreOutput]) -> tuple[list[int], list[TokenLogprob], list[list], str | None, int | None]:
+def merge_outputs(
+    outputs: list[EngineCoreOutput],
+) -> tuple[list[int], list[TokenLogprob], list[list], str | None, int | None]:
     return (
         [token for output in outputs for token in output.new_ids],
         [logprob for output in outputs for logprob in output.logprobs or []],
@@ -208,9 +210,9 @@ def merged(outputs: list[EngineCoreOutput]) -> tuple[list[int], list[TokenLogpro
     drafts=st.sampled_from(["none", *DRAFTERS]),
     seed=st.integers(0, 1000),
 )
-def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: int, drafts: str, seed: int) -> None:
+def test_overlapped_steps_return_same_outputs(traffic: list[Arrival], ahead: int, drafts: str, seed: int) -> None:
     with device(seed) as one, device(seed + 1) as other:
-        compare(traffic, serve(traffic, one, 0), serve(traffic, other, ahead, drafts))
+        check_equal_outputs(traffic, serve(traffic, one, 0), serve(traffic, other, ahead, drafts))
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -220,26 +222,26 @@ def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: in
     drafts=st.sampled_from(["none", *DRAFTERS]),
     seed=st.integers(0, 1000),
 )
-def test_the_same_answers_from_a_pipeline(traffic: list[Arrival], stages: int, drafts: str, seed: int) -> None:
+def test_pipeline_stages_return_same_outputs(traffic: list[Arrival], stages: int, drafts: str, seed: int) -> None:
     with device(seed) as one, device(seed + 1, stages) as other:
-        compare(traffic, serve(traffic, one, 0), serve(traffic, other, stages - 1, drafts, stages))
+        check_equal_outputs(traffic, serve(traffic, one, 0), serve(traffic, other, stages - 1, drafts, stages))
 
 
-def compare(
+def check_equal_outputs(
     traffic: list[Arrival], plain: dict[str, list[EngineCoreOutput]], overlapped: dict[str, list[EngineCoreOutput]]
 ) -> None:
     for arrival in traffic:
         name = arrival.request.id
-        wanted, got = merged(plain[name]), merged(overlapped[name])
-        if "abort" in (wanted[3], got[3]):  # the step at which the abort takes effect may differ
-            shorter = min(len(wanted[0]), len(got[0]))
-            assert wanted[0][:shorter] == got[0][:shorter]
-            assert wanted[1][:shorter] == got[1][:shorter]
+        expected, actual = merge_outputs(plain[name]), merge_outputs(overlapped[name])
+        if "abort" in (expected[3], actual[3]):  # the step at which the abort takes effect may differ
+            shorter = min(len(expected[0]), len(actual[0]))
+            assert expected[0][:shorter] == actual[0][:shorter]
+            assert expected[1][:shorter] == actual[1][:shorter]
         else:
-            assert got == wanted
+            assert actual == expected
 
 
-def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
+def test_step_runner_launches_next_step_before_last_ends() -> None:
     """The device ends a step only after the next one is launched, as long as there is a next one."""
     inner = FakeDevice()
     launched: list[SchedulerOutput] = []
@@ -272,7 +274,7 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
+def test_grammar_request_is_scheduled_in_every_step(ahead: int) -> None:
     """The grammar's request waits for its last token, and is in every step all the same."""
     inner = FakeDevice()
     rows: list[list[str]] = []
@@ -306,7 +308,7 @@ def requests() -> list[EngineCoreRequest]:
     prompts.
     """
     rng = random.Random(7)
-    made = []
+    engine_requests = []
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0, "logprobs": 2},
         {"temperature": 0.8, "top_p": 0.9, "logprobs": 0},
@@ -320,33 +322,33 @@ def requests() -> list[EngineCoreRequest]:
     ]
     for index in range(27):
         prompt = [rng.randrange(3, 300) for _ in range(rng.choice([1, 5, 40, 90]))]
-        made.append(request(str(index), prompt, seed=index, max_tokens=24, **kinds[index % len(kinds)]))
-    return made
+        engine_requests.append(request(str(index), prompt, seed=index, max_tokens=24, **kinds[index % len(kinds)]))
+    return engine_requests
 
 
 def answers(requests: list[EngineCoreRequest], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
     engine = EngineCore(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options), steps_ahead=ahead)
-    got = run(engine, requests)
-    return got, engine.engine_stats.preemptions
+    actual = run(engine, requests)
+    return actual, engine.engine_stats.preemptions
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_real_worker_learnt_from_late(requests: list[EngineCoreRequest], ahead: int) -> None:
-    wanted, _ = answers(requests, 0, max_num_seqs=8)
-    got, _ = answers(requests, ahead, max_num_seqs=8)
-    assert got == wanted
+def test_engine_with_steps_ahead_returns_same_answers(requests: list[EngineCoreRequest], ahead: int) -> None:
+    expected, _ = answers(requests, 0, max_num_seqs=8)
+    actual, _ = answers(requests, ahead, max_num_seqs=8)
+    assert actual == expected
     tight, preemptions = answers(requests, ahead, max_num_seqs=8, num_kv_blocks=20)
     assert preemptions > 0
-    for name, answer in wanted.items():
+    for name, answer in expected.items():
         assert (tight[name].ids, tight[name].logprobs) == (answer.ids, answer.logprobs)
         assert tight[name].prompt_logprobs == answer.prompt_logprobs
 
 
-def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
+def test_reused_slot_uses_grammar_of_new_request() -> None:
     """A request is aborted while its token is being computed, and another request with a grammar gets its slot."""
     engine = EngineCore(EngineConfig(max_model_len=256, max_num_seqs=1))
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
-    wanted = run(engine, [second])["second"].ids
+    expected = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
     steps = StepRunner(engine.scheduler, engine.executor, 2, NullHeartbeat())
     engine.add_request(first)
@@ -356,6 +358,6 @@ def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
     outputs = steps.run_step()
     while steps.has_work:
         outputs += steps.run_step()
-    got = [output for output in outputs if output.id == "second"]
-    assert got[-1].finish_reason == "stop"
-    assert [token for output in got for token in output.new_ids] == wanted
+    actual = [output for output in outputs if output.id == "second"]
+    assert actual[-1].finish_reason == "stop"
+    assert [token for output in actual for token in output.new_ids] == expected

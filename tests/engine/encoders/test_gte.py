@@ -77,7 +77,7 @@ class Gte:
             shapes |= linear(f"{layer}mlp.down_proj", HIDDEN, WIDE) | norm(f"{layer}mlp_ln")
         if self.labels:
             shapes |= linear("pooler.dense", HIDDEN, HIDDEN) | linear("classifier", self.labels, HIDDEN)
-        self.tensors = {name: drawn(name, shape, generator) for name, shape in shapes.items()}
+        self.tensors = {name: draw_tensor(name, shape, generator) for name, shape in shapes.items()}
 
     def save(self, path: Path) -> Path:
         """Save it like published checkpoints: a classifier's tensors have the prefix `new.`, except its last."""
@@ -153,7 +153,7 @@ def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
-def drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def draw_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Large enough that attention is not flat; exact in float32."""
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 2:
@@ -169,27 +169,27 @@ def start(path: Path, **options: object) -> EngineCore:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_embeddings_equal_the_definition(variant: str, tmp_path: Path) -> None:
+def test_gte_embeddings_equal_float64_definition(variant: str, tmp_path: Path) -> None:
     model = Gte(CONFIG | VARIANTS[variant])
     write_modules(model.save(tmp_path), pooling_module(HIDDEN, "cls"))
-    wanted = [model.states(prompt)[0].numpy() for prompt in prompts()]
+    expected = [model.states(prompt)[0].numpy() for prompt in prompts()]
     for backend in ("cpu", "reference"):
         engine = start(tmp_path, attention_backend=backend)
         assert (engine.info.tasks, engine.info.max_model_len) == (("embed",), 320)
-        found = vectors(engine, prompts(), PoolingParams(activation=False))
-        for i, vector in enumerate(found):
-            assert vector == pytest.approx(wanted[i], abs=1e-4), f"{backend}, prompt {i}"
+        actual = vectors(engine, prompts(), PoolingParams(activation=False))
+        for i, vector in enumerate(actual):
+            assert vector == pytest.approx(expected[i], abs=1e-4), f"{backend}, prompt {i}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_vector_does_not_depend_on_the_batch(dtype: str, tmp_path: Path) -> None:
+def test_gte_embedding_does_not_depend_on_batch(dtype: str, tmp_path: Path) -> None:
     engine = start(Gte(CONFIG).save(tmp_path), dtype=dtype)
     alone = [vectors(engine, [prompt])[0] for prompt in prompts()]
     assert same(vectors(engine, prompts() * 2), alone * 2)
 
 
 @pytest.mark.parametrize("labels", [1, 3])
-def test_classifiers_equal_the_definition(labels: int, tmp_path: Path) -> None:
+def test_gte_classifier_logits_equal_float64_definition(labels: int, tmp_path: Path) -> None:
     """A reranker reads a pair of texts; with two token types the model distinguishes them."""
     model = Gte(CONFIG | {"type_vocab_size": 2}, labels)
     engine = start(model.save(tmp_path))
@@ -198,19 +198,19 @@ def test_classifiers_equal_the_definition(labels: int, tmp_path: Path) -> None:
         [int(begin is not None and at >= begin) for at in range(len(ids))]
         for ids, begin in zip(prompts(), begins, strict=True)
     ]
-    wanted = [model.logits(*pair).numpy() for pair in zip(prompts(), types, strict=True)]
+    expected = [model.logits(*pair).numpy() for pair in zip(prompts(), types, strict=True)]
     params = [PoolingParams(task="classify", activation=False, second_segment=begin) for begin in begins]
     assert engine.info.tasks == ("classify",)
-    assert np.stack(vectors(engine, prompts(), params)) == pytest.approx(np.stack(wanted), abs=1e-4)
+    assert np.stack(vectors(engine, prompts(), params)) == pytest.approx(np.stack(expected), abs=1e-4)
 
 
-def test_a_head_of_another_task_is_left_out(tmp_path: Path) -> None:
+def test_gte_token_classification_head_is_ignored(tmp_path: Path) -> None:
     """gte-multilingual-base has a head that weights its tokens."""
     model = Gte(CONFIG | {"architectures": ["NewModel", "NewForTokenClassification"]})
-    wanted = model.states(prompts()[3]).mean(0)
+    expected = model.states(prompts()[3]).mean(0)
     model.tensors |= {"classifier.weight": torch.ones(1, HIDDEN), "classifier.bias": torch.ones(1)}
-    (found,) = vectors(start(model.save(tmp_path)), [prompts()[3]], PoolingParams(activation=False))
-    assert found == pytest.approx(wanted.numpy(), abs=1e-4)
+    (actual,) = vectors(start(model.save(tmp_path)), [prompts()[3]], PoolingParams(activation=False))
+    assert actual == pytest.approx(expected.numpy(), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_head_of_another_task_is_left_out(tmp_path: Path) -> None:
         ("rope_scaling", {"type": "ntk"}),
     ],
 )
-def test_what_is_not_computed_is_refused(field: str, value: object, tmp_path: Path) -> None:
+def test_unsupported_gte_config_is_rejected(field: str, value: object, tmp_path: Path) -> None:
     path = Gte(CONFIG | VARIANTS["unscaled"]).save(tmp_path)
     (path / "config.json").write_text(json.dumps(CONFIG | {field: value}))
     with pytest.raises(ModelError, match="factor" if field == "rope_scaling" else field):

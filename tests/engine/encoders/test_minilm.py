@@ -30,28 +30,28 @@ def texts() -> list[str]:
 
 
 @cache
-def judged(path: Path) -> list[np.ndarray]:
+def transformers_vectors(path: Path) -> list[np.ndarray]:
     """sentence-transformers' modules computed with transformers: mean of the hidden states, scaled to length 1."""
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
-    found = []
+    vectors_of_texts = []
     with torch.inference_mode():
         for text in texts():
             state = model(**tokenizer(text, truncation=True, max_length=256, return_tensors="pt")).last_hidden_state[0]
-            found.append(torch.nn.functional.normalize(state.mean(0), dim=0).numpy())
-    return found
+            vectors_of_texts.append(torch.nn.functional.normalize(state.mean(0), dim=0).numpy())
+    return vectors_of_texts
 
 
 @pytest.mark.skipif(PACKAGE is None, reason="the package with the model is not installed")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_cosines_are_those_of_sentence_transformers(dtype: str, tolerance: float) -> None:
+def test_minilm_vectors_equal_sentence_transformers(dtype: str, tolerance: float) -> None:
     assert PACKAGE is not None
     assert PACKAGE.origin is not None
     path = Path(PACKAGE.origin).parent / "model"
-    wanted = judged(path)
+    expected = transformers_vectors(path)
     engine = EngineCore(EngineConfig(model=str(path), dtype=dtype))
     assert engine.info.max_model_len == 256
-    found = vectors(engine, encode_truncated(Tokenizer.from_pretrained(path), texts(), 256, "right"))
-    assert np.array([a @ b for a, b in pairwise(found)]) == pytest.approx(
-        np.array([a @ b for a, b in pairwise(wanted)]), abs=tolerance
+    actual = vectors(engine, encode_truncated(Tokenizer.from_pretrained(path), texts(), 256, "right"))
+    assert np.array([a @ b for a, b in pairwise(actual)]) == pytest.approx(
+        np.array([a @ b for a, b in pairwise(expected)]), abs=tolerance
     )
-    assert np.sum(np.stack(found) * np.stack(wanted), axis=1) == pytest.approx(1.0, abs=tolerance)
+    assert np.sum(np.stack(actual) * np.stack(expected), axis=1) == pytest.approx(1.0, abs=tolerance)

@@ -37,17 +37,17 @@ def hidden_states(path: Path, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ENCODERS)
-def test_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
+def test_encoder_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, family)
     states = [hidden_states(path, prompt) for prompt in prompts()]
-    for mode, wanted in (("mean", [each.mean(0) for each in states]), ("cls", [each[0] for each in states])):
+    for mode, expected in (("mean", [each.mean(0) for each in states]), ("cls", [each[0] for each in states])):
         write_modules(path, pooling_module(64, mode), NORMALIZE)
         for backend in BACKENDS:
             engine = start(path, attention_backend=backend)
             assert engine.info.tasks == ("embed",)
-            found = vectors(engine, prompts(), PoolingParams(activation=False))
-            for i, vector in enumerate(found):
-                assert vector == pytest.approx(wanted[i].numpy(), abs=1e-4), f"{backend}, {mode}, prompt {i}"
+            actual = vectors(engine, prompts(), PoolingParams(activation=False))
+            for i, vector in enumerate(actual):
+                assert vector == pytest.approx(expected[i].numpy(), abs=1e-4), f"{backend}, {mode}, prompt {i}"
             scaled = vectors(engine, prompts())
             assert np.linalg.norm(np.stack(scaled), axis=1) == pytest.approx(1.0, abs=1e-6)
 
@@ -55,7 +55,7 @@ def test_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "nomic"])
-def test_a_vector_does_not_depend_on_the_batch(family: str, dtype: str, tmp_path: Path) -> None:
+def test_embedding_does_not_depend_on_batch(family: str, dtype: str, tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, family)
     for backend in BACKENDS:
         engine = start(path, attention_backend=backend, dtype=dtype)
@@ -70,7 +70,7 @@ def test_a_vector_does_not_depend_on_the_batch(family: str, dtype: str, tmp_path
 @pytest.mark.few(1)
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "mpnet", "nomic", "roberta", "xlm-roberta"])
-def test_classifiers_equal_transformers(family: str, labels: int, tmp_path: Path) -> None:
+def test_classifier_scores_equal_transformers(family: str, labels: int, tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, family, labels=labels)
     model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
     with torch.inference_mode():
@@ -80,24 +80,24 @@ def test_classifiers_equal_transformers(family: str, labels: int, tmp_path: Path
         assert engine.info.tasks == ("classify",)
         raw = np.stack(vectors(engine, prompts(), PoolingParams(task="classify", activation=False)))
         assert raw == pytest.approx(logits.numpy(), abs=1e-4)
-        wanted = logits.sigmoid() if labels == 1 else logits.softmax(-1)
-        assert np.stack(vectors(engine, prompts(), PoolingParams(task="classify"))) == pytest.approx(wanted, abs=1e-4)
+        expected = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+        assert np.stack(vectors(engine, prompts(), PoolingParams(task="classify"))) == pytest.approx(expected, abs=1e-4)
 
 
-def test_second_texts_are_told_apart(tmp_path: Path) -> None:
+def test_classifier_uses_token_types_of_second_segment(tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, "bert", labels=1)
     model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
     begins = [None if len(prompt) < 5 else len(prompt) // 3 for prompt in prompts()]
-    wanted = []
+    expected = []
     for prompt, begin in zip(prompts(), begins, strict=True):
         kinds = [int(begin is not None and at >= begin) for at in range(len(prompt))]
         with torch.inference_mode():
-            wanted.append(model(torch.tensor([prompt]), token_type_ids=torch.tensor([kinds])).logits[0].numpy())
+            expected.append(model(torch.tensor([prompt]), token_type_ids=torch.tensor([kinds])).logits[0].numpy())
     params = [PoolingParams(task="classify", activation=False, second_segment=begin) for begin in begins]
-    assert np.stack(vectors(start(path), prompts(), params)) == pytest.approx(np.stack(wanted), abs=1e-4)
+    assert np.stack(vectors(start(path), prompts(), params)) == pytest.approx(np.stack(expected), abs=1e-4)
 
 
-def test_an_encoder_keeps_nothing_and_says_what_it_is(tmp_path: Path) -> None:
+def test_encoder_engine_has_no_kv_cache_and_limits_prompt_length(tmp_path: Path) -> None:
     engine = start(save_tiny_encoder(tmp_path, "bert"), max_num_seqs=3)
     assert (engine.info.kv_bytes, engine.info.max_model_len) == (0, 320)
     assert engine.info.deterministic
@@ -108,7 +108,7 @@ def test_an_encoder_keeps_nothing_and_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "longest"), [("roberta", 318), ("mpnet", 318), ("nomic", 320), ("bert", 320)])
-def test_the_context_is_what_the_table_of_positions_has_room_for(family: str, longest: int, tmp_path: Path) -> None:
+def test_encoder_max_model_len_fits_position_table(family: str, longest: int, tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, family)
     engine = start(path)
     assert engine.info.max_model_len == longest
@@ -121,7 +121,7 @@ def test_the_context_is_what_the_table_of_positions_has_room_for(family: str, lo
     assert start(path, max_model_len=200).info.max_model_len == 200
 
 
-def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_settings_unsupported_for_encoders_are_rejected(tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, "bert")
     with pytest.raises(ConfigError, match="runner"):
         start(path, runner="generate")

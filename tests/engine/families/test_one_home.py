@@ -26,9 +26,9 @@ OTHER_USES = {
 """By file: words that equal a family's name but mean something else there."""
 
 
-def test_no_family_is_named_outside_of_its_file() -> None:
+def test_engine_code_names_families_only_in_family_files() -> None:
     names = {*decoder_model_types(), *encoder_model_types(), *multimodal_model_types()}
-    found: dict[str, set[str]] = {}
+    uses: dict[str, set[str]] = {}
     for path in sorted((ROOT / "quire/engine").rglob("*.py")):
         file = str(path.relative_to(ROOT))
         if not file.startswith("quire/engine/families/"):
@@ -36,29 +36,29 @@ def test_no_family_is_named_outside_of_its_file() -> None:
                 node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Constant)
             )
             if named := {node.value for node in constants if isinstance(node.value, str)} & names:
-                found[file] = named
-    assert found == OTHER_USES, "say it in the family's file, as a field of Family or of a spec"
+                uses[file] = named
+    assert uses == OTHER_USES, "say it in the family's file, as a field of Family or of a spec"
 
 
-def test_a_family_has_one_file() -> None:
+def test_each_model_type_is_described_in_one_file() -> None:
     """A search for a model_type finds one description."""
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "quire/engine/families").glob("*.py")):
-        for model_type in _described(path):
+        for model_type in _described_model_types(path):
             places.setdefault(model_type, []).append(path.name)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
     assert {*places} == {*decoder_model_types(), *encoder_model_types()}
 
 
-def _described(path: Path) -> list[str]:
-    found: list[str] = []
+def _described_model_types(path: Path) -> list[str]:
+    model_types: list[str] = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "derive":
-            found += [each.value for each in node.args if isinstance(each, ast.Constant)]
+            model_types += [each.value for each in node.args if isinstance(each, ast.Constant)]
         elif isinstance(node, ast.keyword) and node.arg == "model_types" and isinstance(node.value, ast.Tuple):
-            found += [each.value for each in node.value.elts if isinstance(each, ast.Constant)]
-    return found
+            model_types += [each.value for each in node.value.elts if isinstance(each, ast.Constant)]
+    return model_types
 
 
-def test_the_list_of_models_is_that_of_the_files() -> None:
+def test_supported_models_document_is_up_to_date() -> None:
     assert supported_models.FILE.read_text("utf-8") == supported_models.content(), "python -m tests.supported_models"

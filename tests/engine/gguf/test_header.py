@@ -37,22 +37,22 @@ def header(*parts: bytes, tensors: int = 0, keys: int = 0, version: int = 3) -> 
     return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(parts)
 
 
-def described(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+def tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
     return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
-def test_metadata_and_tensors_are_what_the_reference_reads(model: Path) -> None:
-    theirs, ours = gguf.GGUFReader(str(model)), read_header(model)
-    for key, field in theirs.fields.items():
+def test_gguf_header_equals_reference_reader(model: Path) -> None:
+    reference, gguf_header = gguf.GGUFReader(str(model)), read_header(model)
+    for key, field in reference.fields.items():
         if not key.startswith("GGUF."):
-            assert ours.metadata[key] == field.contents(), key
-    assert len(ours.tensors) == len(theirs.tensors)
+            assert gguf_header.metadata[key] == field.contents(), key
+    assert len(gguf_header.tensors) == len(reference.tensors)
     data = model.read_bytes()
-    for tensor in theirs.tensors:
-        mine = ours.tensors[tensor.name]
-        assert mine.type.name == tensor.tensor_type.name
-        assert mine.shape == tuple(reversed(tensor.shape.tolist()))
-        assert data[mine.offset : mine.offset + mine.nbytes] == np.ascontiguousarray(tensor.data).tobytes()
+    for tensor in reference.tensors:
+        stored = gguf_header.tensors[tensor.name]
+        assert stored.type.name == tensor.tensor_type.name
+        assert stored.shape == tuple(reversed(tensor.shape.tolist()))
+        assert data[stored.offset : stored.offset + stored.nbytes] == np.ascontiguousarray(tensor.data).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,20 @@ def test_metadata_and_tensors_are_what_the_reference_reads(model: Path) -> None:
         (header(*[string("a") + struct.pack("<II", 4, 1)] * 2, keys=2), "a: appears twice"),
         (header(string("general.alignment"), struct.pack("<II", 4, 3), keys=1), "power of two"),
         (header(string("a\nb"), struct.pack("<II", 4, 1), keys=1), "cannot be printed"),
-        (header(described("a\nb", (1,), 0, 0), tensors=1), "cannot be printed"),
-        (header(described("t", (1,) * 5, 0, 0), tensors=1), "t: has 5 dimensions"),
-        (header(described("t", (2**62, 2**62), 0, 0), tensors=1), "t: has the shape"),
-        (header(described("t", (0, 4), 0, 0), tensors=1), "t: has the shape"),
-        (header(described("t", (16,), 2, 0), bytes(100), tensors=1), "Q4_0"),
-        (header(described("t", (256,), 29, 0), bytes(100), tensors=1), "t: has the type IQ1_M"),
-        (header(described("t", (256,), 99, 0), bytes(100), tensors=1), "t: has the type 99"),
-        (header(described("t", (64,), 0, 0), bytes(100), tensors=1), "t: lies outside"),
-        (header(described("t", (1,), 0, 2**63), bytes(100), tensors=1), "t: lies outside"),
-        (header(described("t", (1,), 0, 7), bytes(100), tensors=1), "t: its offset 7"),
-        (header(*[described("t", (1,), 0, 0)] * 2, bytes(100), tensors=2), "t: appears twice"),
+        (header(tensor_info("a\nb", (1,), 0, 0), tensors=1), "cannot be printed"),
+        (header(tensor_info("t", (1,) * 5, 0, 0), tensors=1), "t: has 5 dimensions"),
+        (header(tensor_info("t", (2**62, 2**62), 0, 0), tensors=1), "t: has the shape"),
+        (header(tensor_info("t", (0, 4), 0, 0), tensors=1), "t: has the shape"),
+        (header(tensor_info("t", (16,), 2, 0), bytes(100), tensors=1), "Q4_0"),
+        (header(tensor_info("t", (256,), 29, 0), bytes(100), tensors=1), "t: has the type IQ1_M"),
+        (header(tensor_info("t", (256,), 99, 0), bytes(100), tensors=1), "t: has the type 99"),
+        (header(tensor_info("t", (64,), 0, 0), bytes(100), tensors=1), "t: lies outside"),
+        (header(tensor_info("t", (1,), 0, 2**63), bytes(100), tensors=1), "t: lies outside"),
+        (header(tensor_info("t", (1,), 0, 7), bytes(100), tensors=1), "t: its offset 7"),
+        (header(*[tensor_info("t", (1,), 0, 0)] * 2, bytes(100), tensors=2), "t: appears twice"),
     ],
 )
-def test_what_is_broken_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+def test_broken_gguf_header_error_says_what_is_wrong(content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=says) as caught:
         read_header(tmp_path / "x.gguf")
@@ -98,7 +98,7 @@ def test_what_is_broken_is_named(content: bytes, says: str, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
-def everything(path: Path) -> None:
+def read_everything(path: Path) -> None:
     """Read all of a header that a start reads."""
     read_model_config(path)
     read_checkpoint_size(path)
@@ -107,13 +107,13 @@ def everything(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, *slow(9000)])
-def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path: Path) -> None:
+def test_fuzzed_gguf_header_neither_crashes_nor_fills_memory(count: int, model: Path, tmp_path: Path) -> None:
     """Bytes, lengths and ends of a real header are changed at random: it is read, or rejected in one line."""
     generator, whole = random.Random(count), bytearray(model.read_bytes())
     length = read_header(model).tensors["token_embd.weight"].offset
     file, refused = tmp_path / "fuzzed.gguf", 0
-    said: list[str] = []
-    everything(model)
+    errors: list[str] = []
+    read_everything(model)
     for _ in range(count):
         content = bytearray(whole)
         for _ in range(generator.choice((1, 1, 2, 8))):
@@ -126,14 +126,14 @@ def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path
         file.write_bytes(content)
         tracemalloc.start()
         try:
-            everything(file)
+            read_everything(file)
         except ModelError as error:
             refused += 1
-            said.append(str(error))
+            errors.append(str(error))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 40 * len(whole)
-    assert all("\n" not in each and len(each) < 1000 for each in said)
+    assert all("\n" not in each and len(each) < 1000 for each in errors)
     assert refused > count // 4
 
 
@@ -161,15 +161,15 @@ def parts(model: Path, folder: Path, change: Callable[[object, int], None] = lam
     return files
 
 
-def test_a_file_in_parts_is_one_model(model: Path, tmp_path: Path) -> None:
+def test_split_gguf_reads_as_one_model(model: Path, tmp_path: Path) -> None:
     files = parts(model, tmp_path / "parts")
     assert resolve_model(str(tmp_path / "parts")) == files[0]
     whole, split = read_gguf_header(model), read_gguf_header(files[0])
     assert split.tensors.keys() == whole.tensors.keys()
     for name, tensor in split.tensors.items():
         other = whole.tensors[name]
-        mine = tensor.file.read_bytes()[tensor.offset :][: tensor.nbytes]
-        assert mine == other.file.read_bytes()[other.offset :][: other.nbytes]
+        content = tensor.file.read_bytes()[tensor.offset :][: tensor.nbytes]
+        assert content == other.file.read_bytes()[other.offset :][: other.nbytes]
     with pytest.raises(ModelError, match="later part"):
         read_gguf_header(files[1])
     os.replace(files[2], files[1])
@@ -180,7 +180,7 @@ def test_a_file_in_parts_is_one_model(model: Path, tmp_path: Path) -> None:
         read_gguf_header(files[0])
 
 
-def test_a_folder_with_several_files_asks_for_one(model: Path, tmp_path: Path) -> None:
+def test_folder_with_several_gguf_files_is_rejected(model: Path, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).symlink_to(model)
     with pytest.raises(ModelError, match=r"a\.gguf, b\.gguf"):
@@ -201,7 +201,9 @@ def test_a_folder_with_several_files_asks_for_one(model: Path, tmp_path: Path) -
         ("llama.rope.freq_base", float("nan"), "llama.rope.freq_base"),
     ],
 )
-def test_what_is_not_served_is_named(key: str, value: object, says: str, model: Path, tmp_path: Path) -> None:
+def test_unsupported_gguf_metadata_is_named_in_error(
+    key: str, value: object, says: str, model: Path, tmp_path: Path
+) -> None:
     reader = gguf.GGUFReader(str(model))
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), str(value) if key == "general.architecture" else "llama")
     kinds = {int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32}

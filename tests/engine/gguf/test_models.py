@@ -102,14 +102,16 @@ def answers(path: Path, **settings: Any) -> dict[str, Answer]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
+def test_gguf_logprobs_equal_safetensors_for_each_family(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", family.removesuffix("-yarn"), **FAMILIES[family])
     file = write_gguf(folder, tmp_path / "model.gguf")
-    theirs, ours = answers(folder), answers(file)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        for mine, wanted in zip(ours[key].logprobs, answer.logprobs, strict=True):
-            assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-4 if family in ROUNDED else 0)
+    expected, actual = answers(folder), answers(file)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        for actual_logprob, expected_logprob in zip(actual[key].logprobs, answer.logprobs, strict=True):
+            assert actual_logprob.logprob == pytest.approx(
+                expected_logprob.logprob, abs=1e-4 if family in ROUNDED else 0
+            )
 
 
 @pytest.mark.few(2)
@@ -122,32 +124,32 @@ def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: P
     ids="-".join,
 )
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen2", "lfm2"])
-def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
+def test_ggml_type_logprobs_equal_dequantized_weights(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
     """Both types occur in every fused linear, in the embedding and in the head."""
     folder = save_tiny_model(tmp_path / "folder", family, hidden_size=256, intermediate_size=768, num_hidden_layers=2)
     mixed = ("attn_v", "ffn_up", "output.")
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds[any(part in name for part in mixed)])
-    theirs, ours = answers(folder), answers(file)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+    expected, actual = answers(folder), answers(file)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        assert [each.logprob for each in actual[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-grouped", "qwen3_5-moe", "qwen3-next"])
-def test_delta_nets_whose_value_heads_files_have_in_turns(family: str, kind: str, tmp_path: Path) -> None:
+def test_gguf_delta_net_with_interleaved_value_heads_equals_safetensors(family: str, kind: str, tmp_path: Path) -> None:
     """Two or more value heads per key head; quantized columns are gathered when they are read."""
     values = {} if family == "qwen3_5-grouped" else {"linear_num_value_heads": 8}
     widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
     widths = widths if family in ("qwen3_5-moe", "qwen3-next") else {}
     folder = save_tiny_model(tmp_path / "folder", family, hidden_size=128, **values, **widths)
     file = write_delta_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
-    theirs, ours = answers(folder), answers(file)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        wanted = [each.logprob for each in answer.logprobs]
-        assert [each.logprob for each in ours[key].logprobs] == pytest.approx(wanted, abs=5e-6)
+    expected, actual = answers(folder), answers(file)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        expected_logprobs = [each.logprob for each in answer.logprobs]
+        assert [each.logprob for each in actual[key].logprobs] == pytest.approx(expected_logprobs, abs=5e-6)
 
 
 _NEMOTRON_DENSE = {"layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
@@ -173,7 +175,7 @@ SPACES: dict[str, dict[str, Any]] = {
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", SPACES)
-def test_state_spaces_and_selective_scans(family: str, kind: str, tmp_path: Path) -> None:
+def test_gguf_mamba_families_equal_safetensors(family: str, kind: str, tmp_path: Path) -> None:
     """GGUF stores decay rates, not their logarithms. Falcon-H1's multipliers are in its weights, so it is not quantized
     here.
     """
@@ -184,26 +186,26 @@ def test_state_spaces_and_selective_scans(family: str, kind: str, tmp_path: Path
         tmp_path / "folder", family.replace("nemotron_h-dense", "nemotron_h"), **wide, **SPACES[family]
     )
     file = write_space_gguf(folder, tmp_path / "model.gguf", lambda _: "F32" if "falcon_h1" in family else kind)
-    theirs, ours = answers(folder), answers(file)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        wanted = [each.logprob for each in answer.logprobs]
-        assert [each.logprob for each in ours[key].logprobs] == pytest.approx(wanted, abs=1e-4)
+    expected, actual = answers(folder), answers(file)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        expected_logprobs = [each.logprob for each in answer.logprobs]
+        assert [each.logprob for each in actual[key].logprobs] == pytest.approx(expected_logprobs, abs=1e-4)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_what_expands_latents_may_be_one_matrix_or_two(joined: bool, kind: str, tmp_path: Path) -> None:
+def test_gguf_mla_kv_expansion_may_be_one_tensor_or_two(joined: bool, kind: str, tmp_path: Path) -> None:
     """Older and newer files differ here. Quantized weights are expanded when they are loaded."""
     shape = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 128}
     experts = {"moe_intermediate_size": 64, "rope_parameters": MSCALE | {"mscale": 0.9}}
     folder = save_tiny_model(tmp_path / "folder", "deepseek_v3", **shape, **experts)
     file = write_gguf(folder, tmp_path / "model.gguf", lambda _: kind, joined=joined)
-    theirs, ours = answers(folder), answers(file)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+    expected, actual = answers(folder), answers(file)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        assert [each.logprob for each in actual[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
 @pytest.mark.few(2)
@@ -211,37 +213,39 @@ def test_what_expands_latents_may_be_one_matrix_or_two(joined: bool, kind: str, 
     "kinds", [("Q4_K", "Q8_0"), ("MXFP4", "Q8_0"), ("Q5_0", "BF16"), ("Q6_K", "F16")], ids="-".join
 )
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt_oss"])
-def test_experts_compute_what_their_numbers_are(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
+def test_ggml_expert_type_logprobs_equal_dequantized_weights(
+    kinds: tuple[str, str], family: str, tmp_path: Path
+) -> None:
     shape = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
-    own = FAMILIES[family] if family != "mixtral" else {"num_local_experts": 3}
-    folder = save_tiny_model(tmp_path / "folder", family, **(shape | own))
+    overrides = FAMILIES[family] if family != "mixtral" else {"num_local_experts": 3}
+    folder = save_tiny_model(tmp_path / "folder", family, **(shape | overrides))
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds["_exps" not in name])
-    theirs, ours = answers(folder), answers(file)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+    expected, actual = answers(folder), answers(file)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        assert [each.logprob for each in actual[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "int4"}, {"quantize_embedding": True}])
-def test_floats_are_quantized_at_load_as_a_folders_are(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_float_gguf_is_quantized_at_load_like_safetensors(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=512)
-    theirs, ours = answers(folder, **settings), answers(write_gguf(folder, tmp_path / "m.gguf"), **settings)
+    expected, actual = answers(folder, **settings), answers(write_gguf(folder, tmp_path / "m.gguf"), **settings)
     plain = answers(folder)
-    for key, answer in theirs.items():
-        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+    for key, answer in expected.items():
+        assert [each.logprob for each in actual[key].logprobs] == [each.logprob for each in answer.logprobs]
         assert [each.logprob for each in plain[key].logprobs] != [each.logprob for each in answer.logprobs]
 
 
 @pytest.mark.parametrize("setting", [{"quantization": "int8"}, {"quantize_embedding": True}])
-def test_what_has_few_bits_is_not_quantized_again(setting: dict[str, Any], tmp_path: Path) -> None:
+def test_quantized_gguf_cannot_be_quantized_at_load(setting: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: "Q8_0")
     with pytest.raises(ConfigError, match=next(iter(setting))):
         answers(file, **setting)
 
 
-def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+def test_gguf_expert_tensor_with_wrong_expert_count_is_rejected(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 3}))
@@ -249,7 +253,7 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
         answers(write_gguf(folder, tmp_path / "m.gguf"))
 
 
-def test_a_stack_of_experts_of_no_layer_is_refused_by_its_own_name(tmp_path: Path) -> None:
+def test_gguf_expert_tensor_of_missing_layer_is_named_in_error(tmp_path: Path) -> None:
     """A tensor of a few bytes would otherwise give a name for each expert, and a file may have many such tensors."""
     folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
     config = json.loads((folder / "config.json").read_text())
@@ -258,14 +262,14 @@ def test_a_stack_of_experts_of_no_layer_is_refused_by_its_own_name(tmp_path: Pat
         answers(write_gguf(folder, tmp_path / "m.gguf"))
 
 
-def test_mixtral_has_a_window_only_where_the_file_says_so(tmp_path: Path) -> None:
+def test_gguf_mixtral_without_window_field_has_full_attention(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
     config = read_model_config(write_gguf(folder, tmp_path / "m.gguf"))
     windows = tuple(each.window for each in decoder_spec(config).kv_cache_specs)
     assert windows == layer_windows(config.raw, 2) == (None, None)
 
 
-def test_a_folder_is_its_gguf_file_unless_it_has_safetensors(tmp_path: Path) -> None:
+def test_folder_resolves_to_gguf_only_without_safetensors(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama")
     (tmp_path / "other").mkdir()
     file = write_gguf(folder, tmp_path / "other" / "a.gguf")

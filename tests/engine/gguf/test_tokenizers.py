@@ -53,7 +53,7 @@ def write(path: Path, kind: str, tokens: list[str], types: list[int], **metadata
     return path
 
 
-def pieces(model: bytes) -> list[tuple[str, float, int]]:
+def read_sentencepiece_pieces(model: bytes) -> list[tuple[str, float, int]]:
     """Text, score and type of each piece of a SentencePiece model. The model is a protobuf message: repeated field 1,
     with the fields 1 (text), 2 (float score) and 3 (type, 1 if absent).
     """
@@ -67,7 +67,7 @@ def pieces(model: bytes) -> list[tuple[str, float, int]]:
             if not data[at - 1] & 128:
                 return value, at
 
-    found, at = [], 0
+    result, at = [], 0
     while at < len(model):
         tag, at = varint(model, at)
         length, at = varint(model, at)
@@ -82,38 +82,39 @@ def pieces(model: bytes) -> list[tuple[str, float, int]]:
                     (score,), inner = struct.unpack_from("<f", model, inner), inner + 4
                 else:
                     kind, inner = varint(model, inner)
-            found.append((text, score, kind))
+            result.append((text, score, kind))
         at += length
-    return found
+    return result
 
 
-def test_sentence_piece_is_the_models_own_tokenizer(tmp_path: Path) -> None:
+def test_gguf_sentencepiece_tokenizer_equals_original(tmp_path: Path) -> None:
     folder = shared("tokenizers") / "tinyllama"
     texts, scores, types = (
-        list(column) for column in zip(*pieces((folder / "tokenizer.model").read_bytes()), strict=True)
+        list(column)
+        for column in zip(*read_sentencepiece_pieces((folder / "tokenizer.model").read_bytes()), strict=True)
     )
     file = write(
         *(tmp_path / "t.gguf", "llama", texts, types),
         **{"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
     )
-    ours, theirs = Tokenizer.from_pretrained(file), Tokenizer.from_pretrained(folder)
-    assert ours.special_tokens["bos_token"] == "<s>"
+    tokenizer, original = Tokenizer.from_pretrained(file), Tokenizer.from_pretrained(folder)
+    assert tokenizer.special_tokens["bos_token"] == "<s>"
     for text in TEXTS:
-        ids = theirs.encode(text)
-        assert ours.encode(text) == ids
-        assert ours.decode(ids) == theirs.decode(ids)
-    assert [ours.token_bytes(i) for i in range(1000)] == [theirs.token_bytes(i) for i in range(1000)]
+        ids = original.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == original.decode(ids)
+    assert [tokenizer.token_bytes(i) for i in range(1000)] == [original.token_bytes(i) for i in range(1000)]
     corpus = shared("corpus")
     story = next(iter(sorted(corpus.glob("*.txt")))).read_text()[:100_000]
-    assert ours.encode(story) == theirs.encode(story)
+    assert tokenizer.encode(story) == original.encode(story)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pre"), [("qwen2.5", "qwen2"), ("minimind", "gpt-2")])
-def test_byte_level_is_the_models_own_tokenizer(name: str, pre: str, tmp_path: Path) -> None:
-    theirs = Tokenizer.from_pretrained(shared("tokenizers") / name)
-    state = json.loads(theirs.backend.to_str())
-    ids = theirs.backend.get_vocab(with_added_tokens=True)
+def test_gguf_byte_level_tokenizer_equals_original(name: str, pre: str, tmp_path: Path) -> None:
+    original = Tokenizer.from_pretrained(shared("tokenizers") / name)
+    state = json.loads(original.backend.to_str())
+    ids = original.backend.get_vocab(with_added_tokens=True)
     added = {token["id"]: token["special"] for token in state["added_tokens"]}
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     types = [
@@ -121,14 +122,14 @@ def test_byte_level_is_the_models_own_tokenizer(name: str, pre: str, tmp_path: P
     ]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
     file = write(tmp_path / "t.gguf", "gpt2", tokens, types, merges=merges, pre=pre)
-    ours = Tokenizer.from_pretrained(file)
+    tokenizer = Tokenizer.from_pretrained(file)
     for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text)
-    assert ours.special_token_ids == theirs.special_token_ids
+        assert tokenizer.encode(text) == original.encode(text)
+    assert tokenizer.special_token_ids == original.special_token_ids
 
 
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
-def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
+def test_every_pre_tokenizer_round_trips_text(name: str, tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
     tokenizer = Tokenizer.from_pretrained(file)
@@ -149,7 +150,7 @@ def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
         ("default", "a 1234.", ["a", "Ġ", "123", "4", "."]),
     ],
 )
-def test_texts_are_cut_as_llama_cpp_does(name: str, text: str, cuts: list[str], tmp_path: Path) -> None:
+def test_pre_tokenizer_splits_text_like_llama_cpp(name: str, text: str, cuts: list[str], tmp_path: Path) -> None:
     """The pieces are those of llama.cpp's regular expressions of that name."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
@@ -158,7 +159,7 @@ def test_texts_are_cut_as_llama_cpp_does(name: str, text: str, cuts: list[str], 
     assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
 
 
-def test_bos_and_eos_stand_around_a_text_where_the_file_says_so(tmp_path: Path) -> None:
+def test_gguf_tokenizer_adds_bos_and_eos_by_metadata(tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens, types = ["<b>", "<e>", *alphabet], [CONTROL, CONTROL, *[NORMAL] * 256]
     roles = {"bos_token_id": 0, "eos_token_id": 1, "eot_token_id": 1}
@@ -182,7 +183,7 @@ def test_bos_and_eos_stand_around_a_text_where_the_file_says_so(tmp_path: Path) 
         (["<|end|>", "<|start|>"], ["<|end|>"]),  # Phi: an answer's
     ],
 )
-def test_an_answer_ends_where_its_family_ends_it(names: list[str], ends: list[str], tmp_path: Path) -> None:
+def test_gguf_eos_token_ids_depend_on_end_tokens_of_family(names: list[str], ends: list[str], tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     types = [CONTROL] * len(names) + [NORMAL] * 256
     header = read_header(write(tmp_path / "t.gguf", "gpt2", [*names, *alphabet], types, pre="gpt-4o"))
@@ -190,7 +191,7 @@ def test_an_answer_ends_where_its_family_ends_it(names: list[str], ends: list[st
 
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
-def test_known_ends_are_control_tokens_whatever_their_type(tmp_path: Path, kind: int) -> None:
+def test_known_eos_tokens_are_special_for_any_token_type(tmp_path: Path, kind: int) -> None:
     """Converters give `<|im_end|>` the type normal or user-defined; llama.cpp overrides that, with a warning."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens, types = ["<|endoftext|>", "<|im_end|>", *alphabet], [CONTROL, kind] + [NORMAL] * 256
@@ -201,7 +202,7 @@ def test_known_ends_are_control_tokens_whatever_their_type(tmp_path: Path, kind:
     assert tokenizer.decode([2, 1]) == tokenizer.decode([2])
 
 
-def test_end_of_turn_of_a_gguf_template(tmp_path: Path) -> None:
+def test_eos_token_is_inferred_from_gguf_chat_template(tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens, types = ["<s>", "<turn|>", *alphabet], [CONTROL, CONTROL] + [NORMAL] * 256
     template = "{% for m in messages %}<s>{{ m.content }}<turn|>\n{% endfor %}"
@@ -218,7 +219,7 @@ def test_end_of_turn_of_a_gguf_template(tmp_path: Path) -> None:
     assert Tokenizer.from_pretrained(tmp_path / "t.gguf").eos_token_ids == (1,)
 
 
-def test_templates_keep_their_names(tmp_path: Path) -> None:
+def test_gguf_chat_templates_keep_their_names(tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     writer = gguf.GGUFWriter(str(tmp_path / "t.gguf"), "llama")
     writer.add_tokenizer_model("gpt2")
@@ -246,14 +247,14 @@ def test_templates_keep_their_names(tmp_path: Path) -> None:
         ({"add_bos_token": "yes", "bos_token_id": 0}, "tokenizer.ggml.add_bos_token"),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_invalid_gguf_tokenizer_field_is_named_in_error(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
     parts: dict[str, Any] = {"kind": "gpt2", "tokens": ["a", "b", "ab"], "types": [1, 1, 1], "merges": ["a b"]}
     with pytest.raises(ModelError, match=says) as caught:
         Tokenizer.from_pretrained(write(tmp_path / "t.gguf", **parts | changed))
     assert "\n" not in str(caught.value)
 
 
-def test_tokens_that_would_take_for_ever_to_cut_are_refused(tmp_path: Path) -> None:
+def test_gguf_tokenizer_rejects_overlong_tokens(tmp_path: Path) -> None:
     tokens = ["<unk>", "x" * 100_000]
     file = write(tmp_path / "t.gguf", "llama", tokens, [UNKNOWN, NORMAL], scores=[0.0, -1.0])
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.tokens: are too long"):

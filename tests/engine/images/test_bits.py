@@ -34,96 +34,103 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vision(tmp_path_factory.mktemp("vision"), max_position_embeddings=2048)
 
 
-def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
+def image_request(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about images, each cut into several tiles."""
     tokenizer = Tokenizer.from_pretrained(path)
     reader = make_multimodal_prompt_builder(path, tokenizer)
     assert isinstance(reader, MultimodalPromptBuilder)
     text = "Look at what follows: " + "".join(f"see {MARK} and " for _ in pictures) + f"say what it is{more}"
-    read = reader.make_multimodal_prompt(
+    prompt = reader.make_multimodal_prompt(
         text, [RequestImage("image", picture(seed, 120, 70)) for seed in pictures], tokenizer.encode
     )
-    asked = request(name, read.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
-    return msgspec.structs.replace(asked, spans=read.spans, images=read.images)
+    base_request = request(
+        name, prompt.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options}
+    )
+    return msgspec.structs.replace(base_request, spans=prompt.spans, images=prompt.images)
 
 
 def engine(path: Path, **options: object) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "bfloat16", **options}))
 
 
-def bits(answers: dict[str, Answer]) -> dict[str, object]:
+def tokens_and_logprobs(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs) for name, each in answers.items()}
 
 
-def alone(path: Path, asked: EngineCoreRequest) -> Answer:
+def run_alone(path: Path, asked: EngineCoreRequest) -> Answer:
     return run(engine(path, enable_prefix_caching=False), [asked])[asked.id]
 
 
-def made(computed: EngineCore) -> int:
+def num_encoded_tiles(computed: EngineCore) -> int:
     """The number of tiles that the tower has encoded."""
     features = computed.executor._encoder_cache  # type: ignore[attr-defined]
     assert isinstance(features, ImageEncoderCache)
     return features.num_encoded
 
 
-def test_beside_others_and_in_chunks(path: Path) -> None:
-    asked = [about(path, "a", 1), about(path, "b", 2, 3), about(path, "c", 1, 4), request("d", [5, 6, 7], logprobs=2)]
-    wanted = bits({each.id: alone(path, each) for each in asked})
+def test_image_logprobs_do_not_depend_on_batch_or_chunks(path: Path) -> None:
+    requests = [
+        image_request(path, "a", 1),
+        image_request(path, "b", 2, 3),
+        image_request(path, "c", 1, 4),
+        request("d", [5, 6, 7], logprobs=2),
+    ]
+    expected = tokens_and_logprobs({each.id: run_alone(path, each) for each in requests})
     for options in (
         {},
         {"max_num_batched_tokens": 23, "max_num_seqs": 3},
         {"long_prefill_token_threshold": 7},
     ):
-        assert bits(run(engine(path, **options), asked)) == wanted, options
+        assert tokens_and_logprobs(run(engine(path, **options), requests)) == expected, options
 
 
-def test_the_next_turn_hits_and_another_picture_does_not(path: Path) -> None:
+def test_prefix_cache_hits_same_image_and_misses_other_image(path: Path) -> None:
     served = engine(path)
-    first, again = about(path, "a", 1, 2), about(path, "b", 1, 2, more="? and why")
-    other = about(path, "c", 1, 3)
+    first, again = image_request(path, "a", 1, 2), image_request(path, "b", 1, 2, more="? and why")
+    other = image_request(path, "c", 1, 3)
     run(served, [first])
-    tiles = made(served)
+    tiles = num_encoded_tiles(served)
     assert tiles == len(first.images)
-    found = run(served, [again])["b"]
-    assert found.cached_tokens >= (len(first.prompt_ids) - 16) // 16 * 16
-    assert made(served) == tiles  # no tile is encoded again
-    assert found.ids == alone(path, again).ids
+    follow_up = run(served, [again])["b"]
+    assert follow_up.cached_tokens >= (len(first.prompt_ids) - 16) // 16 * 16
+    assert num_encoded_tiles(served) == tiles  # no tile is encoded again
+    assert follow_up.ids == run_alone(path, again).ids
     # The prompts' tokens are equal; their images are equal up to the end of the first one.
     assert other.prompt_ids == first.prompt_ids
-    seen = run(served, [other])["c"]
+    other_answer = run(served, [other])["c"]
     second = first.spans[len(first.spans) // 2]
-    assert 0 < seen.cached_tokens <= second.start
-    wanted = alone(path, other)
-    assert (seen.ids, seen.logprobs) == (wanted.ids, wanted.logprobs)
+    assert 0 < other_answer.cached_tokens <= second.start
+    expected = run_alone(path, other)
+    assert (other_answer.ids, other_answer.logprobs) == (expected.ids, expected.logprobs)
 
 
-def test_after_a_preemption(path: Path) -> None:
-    asked = [about(path, f"{index}", 1 + index, max_tokens=40) for index in range(3)]
-    wanted = {each.id: alone(path, each) for each in asked}
-    blocks = -(-(len(asked[0].prompt_ids) + 1) // 16)  # all can start, but not all have room for their answers
+def test_image_answers_survive_preemption(path: Path) -> None:
+    requests = [image_request(path, f"{index}", 1 + index, max_tokens=40) for index in range(3)]
+    expected = {each.id: run_alone(path, each) for each in requests}
+    blocks = -(-(len(requests[0].prompt_ids) + 1) // 16)  # all can start, but not all have room for their answers
     served = engine(path, num_kv_blocks=3 * blocks + 1, enable_prefix_caching=False)
-    assert run(served, asked) == wanted
+    assert run(served, requests) == expected
     assert served.engine_stats.preemptions > 0
 
 
-def test_features_that_were_let_go_of_are_made_again(path: Path) -> None:
-    asked = [about(path, "a", 1, 2), about(path, "b", 3)]  # these evict each other's features
-    wanted = {each.id: alone(path, each) for each in asked}
+def test_evicted_image_features_are_encoded_again(path: Path) -> None:
+    requests = [image_request(path, "a", 1, 2), image_request(path, "b", 3)]  # these evict each other's features
+    expected = {each.id: run_alone(path, each) for each in requests}
     served = engine(path, long_prefill_token_threshold=5, enable_prefix_caching=False)
     served.executor._encoder_cache.max_bytes = 0  # type: ignore[attr-defined]
-    assert run(served, asked) == wanted
-    assert made(served) > sum(len(each.images) for each in asked)
+    assert run(served, requests) == expected
+    assert num_encoded_tiles(served) > sum(len(each.images) for each in requests)
 
 
-def test_a_large_image_is_read_in_several_steps(path: Path) -> None:
+def test_image_encoding_is_chunked_without_stalling_decodes(path: Path) -> None:
     """Encoder work is divided among steps like a long prompt's tokens, together with other requests' tokens."""
-    asked = about(path, "a", 1)
-    works = {each.encoder_cost for each in asked.images}
+    requests = image_request(path, "a", 1)
+    works = {each.encoder_cost for each in requests.images}
     assert works == {86}  # 64 patches, each of which sees 64: 64 * (1 + 64 / (4 * 48)), rounded up
     served, calm = engine(path, max_num_batched_tokens=20), request("calm", [1, 2, 3], max_tokens=200)
     served.add_request(calm)
     served.step()
-    served.add_request(asked)
+    served.add_request(requests)
     looks, answered = 0, dict[str, int]()
     while served.has_work and not answered.get("a"):
         before = answered.get("calm", 0)
@@ -135,38 +142,38 @@ def test_a_large_image_is_read_in_several_steps(path: Path) -> None:
         looks += served.last_step_record.num_tokens == 1
     # With 19 tokens of budget per step, a tile takes four or five steps; the first and last may also compute its
     # tokens.
-    assert looks >= len(asked.images) * 2
-    assert made(served) == len(asked.images)
+    assert looks >= len(requests.images) * 2
+    assert num_encoded_tiles(served) == len(requests.images)
 
 
-def test_salts_are_apart(path: Path) -> None:
+def test_encoder_cache_is_separate_per_cache_salt(path: Path) -> None:
     served = engine(path)
-    run(served, [about(path, "a", 1)])
-    before = made(served)
-    asked = msgspec.structs.replace(about(path, "b", 1), cache_salt="x")
-    assert run(served, [asked])["b"].cached_tokens == 0
-    assert made(served) == 2 * before
+    run(served, [image_request(path, "a", 1)])
+    before = num_encoded_tiles(served)
+    requests = msgspec.structs.replace(image_request(path, "b", 1), cache_salt="x")
+    assert run(served, [requests])["b"].cached_tokens == 0
+    assert num_encoded_tiles(served) == 2 * before
 
 
-def test_an_image_of_several_choices_crosses_the_socket_once(path: Path) -> None:
-    one = about(path, "a", 1)
-    asked = [one, msgspec.structs.replace(one, id="b"), request("c", [1])]
-    message = encode(Submit(*detach_images(asked)))
+def test_image_shared_by_requests_is_sent_to_engine_once(path: Path) -> None:
+    one = image_request(path, "a", 1)
+    requests = [one, msgspec.structs.replace(one, id="b"), request("c", [1])]
+    message = encode(Submit(*detach_images(requests)))
     pixels = sum(len(image.pixels) for image in one.images)
     assert pixels < len(message) < 1.5 * pixels
     sent = decode_to_engine(message)
     assert isinstance(sent, Submit)
-    assert attach_images(sent.requests, sent.images) == asked
+    assert attach_images(sent.requests, sent.images) == requests
 
 
-def test_a_router_tells_pictures_apart(path: Path) -> None:
-    one, other = prefix_pieces(about(path, "a", 1)), prefix_pieces(about(path, "b", 2))
+def test_prefix_pieces_differ_by_image(path: Path) -> None:
+    one, other = prefix_pieces(image_request(path, "a", 1)), prefix_pieces(image_request(path, "b", 2))
     assert one[0] == other[0]
     assert one[-1] != other[-1]
-    assert one == prefix_pieces(about(path, "c", 1))
+    assert one == prefix_pieces(image_request(path, "c", 1))
 
 
-def test_the_plan_counts_the_tower(path: Path) -> None:
+def test_model_sizes_count_tower_parameters(path: Path) -> None:
     vision = read_vision_spec(path)
     assert vision is not None
     scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)

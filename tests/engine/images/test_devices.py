@@ -39,7 +39,7 @@ def engine(path: Path, device: Any, **options: Any) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), **plain | backend | options))
 
 
-def questions(path: Path, name: str) -> list[EngineCoreRequest]:
+def image_requests(path: Path, name: str) -> list[EngineCoreRequest]:
     return [about(path, name, "one", 1, max_tokens=4), about(path, name, "two", 2, 3, max_tokens=4)]
 
 
@@ -48,21 +48,21 @@ def questions(path: Path, name: str) -> list[EngineCoreRequest]:
 @pytest.mark.parametrize(
     "name", ["qwen3_vl", *(each for each in FAMILIES if each != "qwen3_vl" and "qwen3_5" not in each)]
 )
-def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: Path) -> None:
+def test_image_answers_on_other_device_equal_cpu(other: None, name: str, tmp_path: Path) -> None:
     """In one batch, from cached prefixes, and in chunks."""
     path = save_family(tmp_path, name)
-    asked = questions(path, name)
-    wanted = run(engine(path, "cpu"), asked)
-    there = engine(path, "mps")
-    assert not there.info.no_images
-    close(run(there, asked), wanted)
-    close(run(there, asked), wanted)
-    cut = engine(path, "mps", max_num_batched_tokens=72)  # Gemma 4's images have 70 tokens each
-    assert not cut.info.no_images
-    close(run(cut, asked), wanted)
+    requests = image_requests(path, name)
+    expected = run(engine(path, "cpu"), requests)
+    other_engine = engine(path, "mps")
+    assert not other_engine.info.no_images
+    close(run(other_engine, requests), expected)
+    close(run(other_engine, requests), expected)
+    chunked_engine = engine(path, "mps", max_num_batched_tokens=72)  # Gemma 4's images have 70 tokens each
+    assert not chunked_engine.info.no_images
+    close(run(chunked_engine, requests), expected)
 
 
-def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
+def image_embedding_request(path: Path, name: str, seed: int) -> EngineCoreRequest:
     """An image alone, as the server requests its embedding."""
     vision = read_vision_spec(path)
     assert vision is not None
@@ -72,20 +72,20 @@ def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
 
 
 @registers
-def test_vectors_of_images_are_those_of_a_cpu(other: None, tmp_path: Path) -> None:
+def test_image_embeddings_on_other_device_equal_cpu(other: None, tmp_path: Path) -> None:
     path = save_pair(tmp_path, "clip")
-    asked = [shown(path, "one", 1), shown(path, "two", 2)]
+    requests = [image_embedding_request(path, "one", 1), image_embedding_request(path, "two", 2)]
 
-    def found(made: EngineCore) -> dict[str, np.ndarray]:
-        for each in asked:
+    def embeddings(made: EngineCore) -> dict[str, np.ndarray]:
+        for each in requests:
             made.add_request(each)
         outputs = [output for _ in range(9) for output in made.step()]
         return {output.id: np.frombuffer(output.vector or b"", dtype="<f4") for output in outputs}
 
-    ours, wanted = found(engine(path, "mps")), found(engine(path, "cpu"))
-    assert ours.keys() == {"one", "two"}
-    for name, vector in ours.items():
-        assert vector == pytest.approx(wanted[name], abs=1e-5), name
+    actual, expected = embeddings(engine(path, "mps")), embeddings(engine(path, "cpu"))
+    assert actual.keys() == {"one", "two"}
+    for name, vector in actual.items():
+        assert vector == pytest.approx(expected[name], abs=1e-5), name
 
 
 class Wrong(SdpaBackend):
@@ -97,16 +97,18 @@ class Wrong(SdpaBackend):
         return super().paged_attention(q, k_cache, v_cache, metadata, AttentionParams(softmax.scale, softmax.window))
 
 
-def test_the_trial_of_patches() -> None:
+def test_encoder_probe_rejects_backend_with_wrong_attention() -> None:
     probe = EncoderProbe(torch.device("cpu"), torch.bfloat16, 3, 72, has_window=True)
     assert probe(SdpaBackend()) is None
     assert probe(ReferenceBackend()) is None
-    said = probe(Wrong())
-    assert said == "differs from the reference for patches"
+    reason = probe(Wrong())
+    assert reason == "differs from the reference for patches"
 
 
 @registers
-def test_what_the_trial_says_is_told(other: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_encoder_probe_disables_images_with_reason(
+    other: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_family(tmp_path, "qwen2_vl")
     monkeypatch.setattr(tower_loader, "EncoderProbe", lambda *_, **__: lambda backend: "computes nothing")
     served = engine(path, "mps")

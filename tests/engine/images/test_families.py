@@ -47,51 +47,51 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_path: Path) -> None:
+def test_chat_about_several_images_equals_transformers(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
     llm = LLM(path, dtype="float32", num_kv_blocks=256)
     images = [picture(1, 90, 60), picture(2, 31, 80), picture(3, 48, 48)]
-    shown = [{"type": "image", "image": each} for each in images]
-    first = [{"type": "text", "text": "Compare "}, shown[0], {"type": "text", "text": " with "}, shown[1]]
+    image_parts = [{"type": "image", "image": each} for each in images]
+    first = [{"type": "text", "text": "Compare "}, image_parts[0], {"type": "text", "text": " with "}, image_parts[1]]
     answered = [{"type": "text", "text": "Two."}]
-    talk = [("user", first), ("assistant", answered), ("user", [shown[2], {"type": "text", "text": "?"}])]
-    (answer,) = llm.chat([{"role": role, "content": content} for role, content in talk], GREEDY, use_tqdm=False)
-    plain = [
+    messages = [("user", first), ("assistant", answered), ("user", [image_parts[2], {"type": "text", "text": "?"}])]
+    (answer,) = llm.chat([{"role": role, "content": content} for role, content in messages], GREEDY, use_tqdm=False)
+    template_messages = [
         {"role": role, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
-        for role, content in talk
+        for role, content in messages
     ]
     tokens = list(answer.outputs[0].token_ids)
-    ids, logprobs = expected(path, name, plain, images, tokens)
+    ids, logprobs = expected(path, name, template_messages, images, tokens)
     assert answer.prompt_token_ids == ids
     assert answer.prompt_logprobs is not None
     assert answer.outputs[0].logprobs is not None
-    found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
-    for place, (row, token) in enumerate(zip(found, [*ids[1:], *tokens], strict=True)):
+    actual = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
+    for place, (row, token) in enumerate(zip(actual, [*ids[1:], *tokens], strict=True)):
         assert row is not None
         # Recurrences magnify float32's rounding, in transformers too; the sums' order differs between processors.
-        apart = {"qwen3_5_moe": 5e-4, "qwen3_5": 2e-4}.get(name, 1e-4)
-        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=apart, rel=2e-5), place
+        tolerance = {"qwen3_5_moe": 5e-4, "qwen3_5": 2e-4}.get(name, 1e-4)
+        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=tolerance, rel=2e-5), place
     assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Path) -> None:
+def test_image_pixels_equal_transformers_processor(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(family.preparing))
     vision = read_vision_spec(tmp_path)
     assert vision is not None
-    theirs = image_processor(name)
+    processor = image_processor(name)
     for width, height in SIZES:
         image = picture(width, width, height)
-        ours = [
+        pixels_of_tiles = [
             normalize_pixels(each, vision.normalization).numpy()
             for each in vision.make_layout(width, height).iter_resized_images(image)
         ]
-        wanted = theirs(images=[image], return_tensors="np")
-        pixels = _as_squares(wanted, ours[0].shape, family.preparing)
-        assert np.stack(ours) == pytest.approx(pixels, abs=1e-5)
+        expected_inputs = processor(images=[image], return_tensors="np")
+        pixels = _as_squares(expected_inputs, pixels_of_tiles[0].shape, family.preparing)
+        assert np.stack(pixels_of_tiles) == pytest.approx(pixels, abs=1e-5)
 
 
 def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) -> np.ndarray:
@@ -114,7 +114,7 @@ def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
+def test_model_sizes_count_tower_of_family(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
     vision = read_vision_spec(path)
     assert vision is not None
@@ -131,11 +131,13 @@ def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **o
     reader = make_multimodal_prompt_builder(path, tokenizer)
     assert reader is not None
     text = "Look: " + "".join(f"see {FAMILIES[name].written} and " for _ in pictures) + f"say what it is{more}"
-    read = reader.make_multimodal_prompt(
+    prompt = reader.make_multimodal_prompt(
         text, [RequestImage("image", picture(seed, 70, 50)) for seed in pictures], tokenizer.encode
     )
-    made = request(asked, read.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
-    return msgspec.structs.replace(made, spans=read.spans, images=read.images)
+    base_request = request(
+        asked, prompt.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options}
+    )
+    return msgspec.structs.replace(base_request, spans=prompt.spans, images=prompt.images)
 
 
 def engine(path: Path, make_drafter: Any = None, **options: object) -> EngineCore:
@@ -149,39 +151,39 @@ def bits(answers: dict[str, Answer]) -> dict[str, object]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
+def test_image_logprobs_of_family_do_not_depend_on_batching(name: str, tmp_path: Path) -> None:
     """Alone, in a batch, in chunks, from the cache, after a preemption, and replayed with emitted tokens."""
     path = save_family(tmp_path, name)
-    asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 4)]
-    asked.append(request("d", [5, 6, 7], logprobs=2))
-    wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
-    least, vision = max(span.count for span in asked[0].spans), read_vision_spec(path)
+    requests = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 4)]
+    requests.append(request("d", [5, 6, 7], logprobs=2))
+    expected_answers = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in requests}
+    least, vision = max(span.count for span in requests[0].spans), read_vision_spec(path)
     assert vision is not None
     least = max(least, vision.max_bidirectional_tokens if vision.is_bidirectional else 0)
-    chunked = {"long_prefill_token_threshold": least if asked[0].spans[0].is_bidirectional else 7}
+    chunked = {"long_prefill_token_threshold": least if requests[0].spans[0].is_bidirectional else 7}
     for options in ({}, {"max_num_batched_tokens": least + 3, "max_num_seqs": 3}, chunked):
-        assert bits(run(engine(path, **options), asked)) == bits(wanted), options
+        assert bits(run(engine(path, **options), requests)) == bits(expected_answers), options
     served = engine(path)
-    run(served, asked[:1])
+    run(served, requests[:1])
     # LLaVA-OneVision cuts an image into tiles only if it is the only one.
-    again = about(path, name, "a", *((1,) if name == "llava_onevision" else (1, 2)), more="? and why")
-    found = run(served, [again])["a"]
+    follow_up = about(path, name, "a", *((1,) if name == "llava_onevision" else (1, 2)), more="? and why")
+    actual = run(served, [follow_up])["a"]
     # Qwen3.5's state snapshots are farther apart than these prompts are long.
-    assert found.cached_tokens > asked[0].spans[-1].start or name.startswith("qwen3_5")
-    alone = run(engine(path, enable_prefix_caching=False), [again])["a"]
-    assert (found.ids, found.logprobs) == (alone.ids, alone.logprobs)
-    seen = run(served, [asked[1]])["b"]
-    assert seen.cached_tokens <= asked[1].spans[0].start
-    assert (seen.ids, seen.logprobs) == (wanted["b"].ids, wanted["b"].logprobs)
+    assert actual.cached_tokens > requests[0].spans[-1].start or name.startswith("qwen3_5")
+    alone = run(engine(path, enable_prefix_caching=False), [follow_up])["a"]
+    assert (actual.ids, actual.logprobs) == (alone.ids, alone.logprobs)
+    second_answer = run(served, [requests[1]])["b"]
+    assert second_answer.cached_tokens <= requests[1].spans[0].start
+    assert (second_answer.ids, second_answer.logprobs) == (expected_answers["b"].ids, expected_answers["b"].logprobs)
     many = [about(path, name, f"{index}", 1, max_tokens=100, temperature=1.0, seed=index) for index in range(3)]
-    unhurried = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in many}
+    expected_long = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in many}
     prompt = len(many[0].prompt_ids)
     blocks = max(2 * -(-prompt // 16), -(-(prompt + 100) // 16)) + 1
-    crowded = engine(path, num_kv_blocks=blocks, enable_prefix_caching=False)
-    assert run(crowded, many) == unhurried
-    assert crowded.engine_stats.preemptions > 0
-    replayed = msgspec.structs.replace(asked[2], emitted_ids=wanted["c"].ids[:5])
-    assert run(engine(path), [replayed])["c"].ids == wanted["c"].ids[5:]
+    small_engine = engine(path, num_kv_blocks=blocks, enable_prefix_caching=False)
+    assert run(small_engine, many) == expected_long
+    assert small_engine.engine_stats.preemptions > 0
+    replayed = msgspec.structs.replace(requests[2], emitted_ids=expected_answers["c"].ids[:5])
+    assert run(engine(path), [replayed])["c"].ids == expected_answers["c"].ids[5:]
 
 
 @pytest.mark.few(4)
@@ -195,39 +197,45 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_few_bits_and_guesses(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_image_logprobs_with_int8_or_drafts_do_not_depend_on_batch(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     path = save_family(tmp_path, name)
-    asked = [about(path, name, f"{index}", index, max_tokens=40) for index in range(3)]
+    requests = [about(path, name, f"{index}", index, max_tokens=40) for index in range(3)]
     plain = {} if "speculative_config" in options else options
-    wanted = {each.id: run(engine(path, enable_prefix_caching=False, **plain), [each])[each.id] for each in asked}
-    least = max(span.count for span in asked[0].spans)
+    expected_answers = {
+        each.id: run(engine(path, enable_prefix_caching=False, **plain), [each])[each.id] for each in requests
+    }
+    least = max(span.count for span in requests[0].spans)
     served = engine(path, long_prefill_token_threshold=least, **options)
-    assert bits(run(served, asked)) == bits(wanted)
+    assert bits(run(served, requests)) == bits(expected_answers)
 
 
-def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
+def test_mtp_drafts_after_images_change_no_token(tmp_path: Path) -> None:
     """Drafts change no token, and their RoPE positions are those of the tokens they predict."""
     path = save_family(tmp_path, "qwen3_5")
     tensors, layer = load_file(path / "model.safetensors"), "model.language_model.layers.1."
-    own = {f"mtp.layers.0.{name.removeprefix(layer)}": each.clone() for name, each in tensors.items() if layer in name}
+    mtp_layer = {
+        f"mtp.layers.0.{name.removeprefix(layer)}": each.clone() for name, each in tensors.items() if layer in name
+    }
     norms = {f"mtp.{name}.weight": torch.zeros(64) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     join = {"mtp.fc.weight": torch.eye(64, 128)}
-    save_file({**tensors, **own, **norms, **join}, path / "model.safetensors", {"format": "pt"})
-    asked = [about(path, "qwen3_5", f"{index}", index, max_tokens=30) for index in range(3)]
-    wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
+    save_file({**tensors, **mtp_layer, **norms, **join}, path / "model.safetensors", {"format": "pt"})
+    requests = [about(path, "qwen3_5", f"{index}", index, max_tokens=30) for index in range(3)]
+    expected_answers = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in requests}
     guessing = engine(path, always, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
     heads = guessing._device_drafter
     assert isinstance(heads, DraftHeadRunner)
-    assert bits(run(guessing, asked)) == bits(wanted)
+    assert bits(run(guessing, requests)) == bits(expected_answers)
     assert guessing.engine_stats.draft_tokens > 10
-    turned = heads._input_batch._rope_offsets
-    assert turned is not None
+    rope_offsets = heads._input_batch._rope_offsets
+    assert rope_offsets is not None
     # An image of n x m tokens takes max(n, m) positions.
     vision = read_vision_spec(path)
     assert vision is not None
-    grids = [[vision.token_rows_and_columns(each) for each in request.images] for request in asked]
-    behind = {sum(max(grid) - math.prod(grid) for grid in request) for request in grids}
-    assert {int(each) for each in turned} | {0} == behind | {0} != {0}
+    grids = [[vision.token_rows_and_columns(each) for each in request.images] for request in requests]
+    expected_offsets = {sum(max(grid) - math.prod(grid) for grid in request) for request in grids}
+    assert {int(each) for each in rope_offsets} | {0} == expected_offsets | {0} != {0}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +259,7 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
         ("internvl", {}, {"vision_feature_layer": -2}, {}, "vision_feature_layer: -1 is served, got -2"),
     ],
 )
-def test_a_broken_folder_says_what_is_wrong(
+def test_invalid_vision_config_is_rejected(
     name: str, tower: dict[str, Any], outer: dict[str, Any], preparing: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     content = config_of(name).to_dict()
@@ -265,7 +273,7 @@ def test_a_broken_folder_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("name", "size"), [("qwen2_5_vl", (900, 4)), ("llava", (900, 4)), ("llava_onevision", (9000, 2))]
 )
-def test_an_image_that_is_too_narrow_is_refused(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+def test_too_narrow_image_is_rejected(name: str, size: tuple[int, int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(FAMILIES[name].preparing))
     vision = read_vision_spec(tmp_path)
@@ -274,12 +282,12 @@ def test_an_image_that_is_too_narrow_is_refused(name: str, size: tuple[int, int]
         vision.make_layout(*size, has_other_images=True)
 
 
-def test_a_step_too_short_for_an_image_serves_text_alone(tmp_path: Path) -> None:
+def test_images_are_disabled_if_token_budget_is_under_one_image(tmp_path: Path) -> None:
     served = engine(save_family(tmp_path, "gemma3"), max_num_batched_tokens=12)
     assert served.info.no_images == "max_num_batched_tokens is 12, and an image's 16 tokens are computed in one step"
 
 
-def test_adapters_of_the_language_part(tmp_path: Path) -> None:
+def test_lora_on_language_model_of_vision_model_equals_merged_model(tmp_path: Path) -> None:
     """In one batch with a request without an adapter."""
     path = save_family(tmp_path / "model", "qwen2_5_vl")
     folder = save_adapter(
@@ -289,12 +297,12 @@ def test_adapters_of_the_language_part(tmp_path: Path) -> None:
     adapter = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64).add_adapter(
         "a", str(folder)
     )
-    asked = [about(path, "qwen2_5_vl", "a", 1), about(path, "qwen2_5_vl", "b", 1)]
+    requests = [about(path, "qwen2_5_vl", "a", 1), about(path, "qwen2_5_vl", "b", 1)]
     served = engine(path, dtype="float32", enable_lora=True, max_lora_rank=64)
-    found = run(served, [msgspec.structs.replace(asked[0], adapter=adapter), asked[1]])
+    actual = run(served, [msgspec.structs.replace(requests[0], adapter=adapter), requests[1]])
     merge(AutoModelForImageTextToText.from_pretrained(path), folder).save_pretrained(tmp_path / "merged")
-    wanted = run(engine(tmp_path / "merged", dtype="float32"), asked[:1])["a"]
-    assert found["a"].ids == wanted.ids != found["b"].ids
-    assert [each.logprob for each in found["a"].logprobs] == pytest.approx(
-        [each.logprob for each in wanted.logprobs], abs=1e-4, rel=2e-5
+    expected_answer = run(engine(tmp_path / "merged", dtype="float32"), requests[:1])["a"]
+    assert actual["a"].ids == expected_answer.ids != actual["b"].ids
+    assert [each.logprob for each in actual["a"].logprobs] == pytest.approx(
+        [each.logprob for each in expected_answer.logprobs], abs=1e-4, rel=2e-5
     )

@@ -25,45 +25,45 @@ SIZES = [(640, 480), (30, 200), (40, 40), (81, 33), (3000, 200), (1, 900), (1000
 def vision(path: Path, **preparing: object) -> Idefics3VisionSpec:
     (path / "config.json").write_text(json.dumps({"model_type": "smolvlm", "vision_config": {"patch_size": 2}}))
     (path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **preparing}))
-    found = read_vision_spec(path)
-    assert isinstance(found, Idefics3VisionSpec)
-    return found
+    spec = read_vision_spec(path)
+    assert isinstance(spec, Idefics3VisionSpec)
+    return spec
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [SmolVLMImageProcessorPil, Idefics3ImageProcessorPil])
 @pytest.mark.parametrize(("longest", "tile"), [(80, 40), (4 * 84, 84)])
 @pytest.mark.parametrize("splits", [True, False])
-def test_tiles_are_as_transformers_has_them(kind: type, longest: int, tile: int, splits: bool, tmp_path: Path) -> None:
+def test_idefics3_tiles_equal_transformers(kind: type, longest: int, tile: int, splits: bool, tmp_path: Path) -> None:
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
-    ours = vision(tmp_path, **sizes, do_image_splitting=splits)
-    theirs = kind(**{**PREPARING, **sizes, "do_image_splitting": splits}, return_row_col_info=True)
+    spec = vision(tmp_path, **sizes, do_image_splitting=splits)
+    processor = kind(**{**PREPARING, **sizes, "do_image_splitting": splits}, return_row_col_info=True)
     for width, height in SIZES:
         image = picture(width, width, height)
-        layout = make_tile_layout(width, height, ours, may_split=ours.splits_images)
-        found = np.stack(
-            [normalize_pixels(each, ours.normalization).numpy() for each in layout.iter_resized_images(image)]
+        layout = make_tile_layout(width, height, spec, may_split=spec.splits_images)
+        actual = np.stack(
+            [normalize_pixels(each, spec.normalization).numpy() for each in layout.iter_resized_images(image)]
         )
-        wanted = theirs(images=[[image]], return_tensors="np", return_row_col_info=True)
-        assert found.transpose(0, 3, 1, 2) == pytest.approx(wanted["pixel_values"][0], abs=1e-5)
-        assert (layout.rows, layout.columns) == (wanted["rows"][0][0], wanted["cols"][0][0])
+        expected = processor(images=[[image]], return_tensors="np", return_row_col_info=True)
+        assert actual.transpose(0, 3, 1, 2) == pytest.approx(expected["pixel_values"][0], abs=1e-5)
+        assert (layout.rows, layout.columns) == (expected["rows"][0][0], expected["cols"][0][0])
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "P", "CMYK", "1"])
-def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
+def test_idefics3_pixels_of_image_mode_equal_transformers(mode: str, tmp_path: Path) -> None:
     image = picture(3, 60, 50)
     if mode in ("RGBA", "LA"):
         image.putalpha(picture(4, 60, 50).convert("L"))
     image = image.convert(mode)
     file = io.BytesIO()
     image.save(file, "JPEG" if mode == "CMYK" else "PNG")
-    ours = vision(tmp_path)
-    layout = make_tile_layout(60, 50, ours, may_split=True)
+    spec = vision(tmp_path)
+    layout = make_tile_layout(60, 50, spec, may_split=True)
     tiles = layout.iter_resized_images(decode_upright(open_image(file.getvalue(), "image"), "image"))
-    found = np.stack([normalize_pixels(each, ours.normalization).numpy() for each in tiles])
-    theirs = Idefics3ImageProcessorPil(**PREPARING)
-    wanted = theirs(images=[[Image.open(file)]], return_tensors="np")["pixel_values"][0]
-    assert found.transpose(0, 3, 1, 2) == pytest.approx(wanted, abs=1e-5)
+    actual = np.stack([normalize_pixels(each, spec.normalization).numpy() for each in tiles])
+    processor = Idefics3ImageProcessorPil(**PREPARING)
+    expected = processor(images=[[Image.open(file)]], return_tensors="np")["pixel_values"][0]
+    assert actual.transpose(0, 3, 1, 2) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,22 @@ def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
         ({"resample": "x"}, "resample"),
     ],
 )
-def test_a_broken_folder_says_what_is_wrong(preparing: dict[str, object], said: str, tmp_path: Path) -> None:
+def test_invalid_idefics3_preprocessor_config_is_rejected(
+    preparing: dict[str, object], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=said):
         vision(tmp_path, **preparing)
 
 
-def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
+def test_idefics3_narrow_image_keeps_all_tiles(tmp_path: Path) -> None:
     """196 * (1 / 196) is less than 1: transformers' processor would make an image of width 0 of it, and raise."""
     sizes = {"size": {"longest_edge": 196}, "max_image_size": {"longest_edge": 49}}
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "smolvlm", "vision_config": {"patch_size": 7}, "scale_factor": 7})
     )
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **sizes}))
-    ours = read_vision_spec(tmp_path)
-    assert isinstance(ours, Idefics3VisionSpec)
-    layout = make_tile_layout(1, 5000, ours, may_split=True)
+    spec = read_vision_spec(tmp_path)
+    assert isinstance(spec, Idefics3VisionSpec)
+    layout = make_tile_layout(1, 5000, spec, may_split=True)
     assert (layout.tiled_size, layout.rows, layout.columns) == ((49, 196), 4, 1)
     assert len(list(layout.iter_resized_images(picture(1, 1, 5000)))) == len(layout.token_run_lengths)

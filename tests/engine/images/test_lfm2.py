@@ -74,39 +74,39 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl").Lfm2VlImageProcessor
 
 
-def prepared(theirs: Any, seed: int, size: tuple[int, int]) -> tuple[list[Tensor], int, int]:
+def prepare_with_transformers(theirs: Any, seed: int, size: tuple[int, int]) -> tuple[list[Tensor], int, int]:
     """The tiles of a picture, uint8 [3, height, width], and their rows and columns."""
     image = torch.from_numpy(np.array(picture(seed, *size))).permute(2, 0, 1)[None]
-    made = object.__new__(theirs)
-    (parts,), (rows,), (columns,), _ = theirs.resize_and_split(made, image, **SETTINGS, resample=None)
+    processor = object.__new__(theirs)
+    (parts,), (rows,), (columns,), _ = theirs.resize_and_split(processor, image, **SETTINGS, resample=None)
     return list(parts), rows, columns
 
 
-def test_sizes_tiles_and_pixels(path: Path, theirs: Any) -> None:
+def test_lfm2_vl_tiles_and_pixels_equal_transformers(path: Path, theirs: Any) -> None:
     vision = read_vision_spec(path)
     assert isinstance(vision, Lfm2VisionSpec)
     for number, size in enumerate(SIZES):
-        parts, rows, columns = prepared(theirs, number, size)
+        parts, rows, columns = prepare_with_transformers(theirs, number, size)
         layout = vision.make_layout(*size)
         assert (layout.rows, layout.columns) == (rows, columns)
-        ours = list(layout.iter_resized_images(picture(number, *size)))
-        assert [(each.height, each.width) for each in ours] == [tuple(each.shape[1:]) for each in parts]
+        tiles = list(layout.iter_resized_images(picture(number, *size)))
+        assert [(each.height, each.width) for each in tiles] == [tuple(each.shape[1:]) for each in parts]
         assert [sum(each) for each in layout.token_run_lengths] == [
             each.shape[1] * each.shape[2] // 64 for each in parts
         ]
-        for own, part in zip(ours, parts, strict=True):
-            pixels = np.frombuffer(own.pixels, dtype=np.uint8).reshape(own.height, own.width, 3)
-            apart = np.abs(pixels.astype(int) - part.permute(1, 2, 0).numpy().astype(int))
-            assert apart.max() <= 1
+        for tile, part in zip(tiles, parts, strict=True):
+            pixels = np.frombuffer(tile.pixels, dtype=np.uint8).reshape(tile.height, tile.width, 3)
+            difference = np.abs(pixels.astype(int) - part.permute(1, 2, 0).numpy().astype(int))
+            assert difference.max() <= 1
 
 
-def test_an_answer_is_that_of_transformers(path: Path, theirs: Any) -> None:
+def test_lfm2_vl_answer_equals_transformers(path: Path, theirs: Any) -> None:
     """transformers gets the pixels that Quire prepares, so that a rounding difference in resizing does not matter."""
-    asked = about(path, "lfm2_vl", "a", 1, 2)
-    answer = run(engine(path, dtype="float32"), [asked])["a"]
-    most = max(each.height * each.width for each in asked.images) // 16
+    request = about(path, "lfm2_vl", "a", 1, 2)
+    answer = run(engine(path, dtype="float32"), [request])["a"]
+    most = max(each.height * each.width for each in request.images) // 16
     pixels, shapes = [], []
-    for each in asked.images:
+    for each in request.images:
         rows, columns = each.height // 4, each.width // 4
         image = torch.frombuffer(bytearray(each.pixels), dtype=torch.uint8).view(rows, 4, columns, 4, 3)
         patches = image.transpose(1, 2).reshape(rows * columns, 48).double() / 255 * 2 - 1
@@ -116,21 +116,21 @@ def test_an_answer_is_that_of_transformers(path: Path, theirs: Any) -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
     with torch.inference_mode():
         logits = model(
-            input_ids=torch.tensor([[*asked.prompt_ids, *answer.ids]]),
+            input_ids=torch.tensor([[*request.prompt_ids, *answer.ids]]),
             pixel_values=torch.stack(pixels),
             spatial_shapes=torch.tensor(shapes),
             pixel_attention_mask=masks,
         ).logits[0]
-    wanted = logits.log_softmax(-1)[len(asked.prompt_ids) - 1 : -1]
-    assert wanted.argmax(-1).tolist() == answer.ids
-    found = [each.logprob for each in answer.logprobs]
-    assert found == pytest.approx(wanted.max(-1).values.tolist(), abs=1e-4)
+    expected = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+    assert expected.argmax(-1).tolist() == answer.ids
+    actual = [each.logprob for each in answer.logprobs]
+    assert actual == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
 
-def test_bits_depend_on_nothing_else(path: Path) -> None:
-    asked = [about(path, "lfm2_vl", "a", 1), about(path, "lfm2_vl", "b", 2, 3)]
-    wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
+def test_lfm2_vl_logprobs_do_not_depend_on_batching(path: Path) -> None:
+    requests = [about(path, "lfm2_vl", "a", 1), about(path, "lfm2_vl", "b", 2, 3)]
+    expected = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in requests}
     for options in ({}, {"max_num_batched_tokens": 24}):
         served = engine(path, **options)
         for _ in range(2):
-            assert bits(run(served, asked)) == bits(wanted)
+            assert bits(run(served, requests)) == bits(expected)

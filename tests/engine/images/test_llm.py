@@ -33,32 +33,32 @@ def data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def test_a_tool_s_image_is_read_as_transformers_has_it(llm: LLM, path: Path) -> None:
+def test_llm_chat_with_image_in_tool_message_equals_transformers(llm: LLM, path: Path) -> None:
     image = picture(4, 120, 90)
-    shown = [{"type": "image", "image": image}, {"type": "text", "text": "The camera's."}]
-    talk = [
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "The camera's."}]
+    messages = [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": "I look."},
-        {"role": "tool", "content": shown},
+        {"role": "tool", "content": content},
     ]
-    (answer,) = llm.chat(talk, GREEDY, use_tqdm=False)
-    plain = [
+    (answer,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    template_messages = [
         {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]}
         if isinstance(turn["content"], str)
         else {"role": turn["role"], "content": [_bare(part) for part in turn["content"]]}
-        for turn in talk
+        for turn in messages
     ]
     tokens = list(answer.outputs[0].token_ids)
-    ids, logprobs = expected(path, plain, [image], tokens)
+    ids, logprobs = expected(path, template_messages, [image], tokens)
     assert answer.prompt_token_ids == ids
-    found = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs or [], tokens, strict=True)]
-    wanted = [float(logprobs[len(ids) - 1 + place, token]) for place, token in enumerate(tokens)]
-    assert found == pytest.approx(wanted, abs=1e-4)
+    actual = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs or [], tokens, strict=True)]
+    expected_logprobs = [float(logprobs[len(ids) - 1 + place, token]) for place, token in enumerate(tokens)]
+    assert actual == pytest.approx(expected_logprobs, abs=1e-4)
 
 
-def test_a_talk_about_several_images_is_as_transformers_has_it(llm: LLM, path: Path) -> None:
+def test_llm_chat_about_several_images_equals_transformers(llm: LLM, path: Path) -> None:
     images = [picture(1, 300, 200), picture(2, 90, 400), picture(3, 40, 40)]
-    talk = [
+    messages = [
         {
             "role": "user",
             "content": [
@@ -71,40 +71,40 @@ def test_a_talk_about_several_images_is_as_transformers_has_it(llm: LLM, path: P
         {"role": "assistant", "content": "Two."},
         {"role": "user", "content": [{"type": "image_pil", "image_pil": images[2]}, {"type": "text", "text": "?"}]},
     ]
-    (answer,) = llm.chat(talk, GREEDY, use_tqdm=False)
-    plain = [
+    (answer,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    template_messages = [
         {"role": turn["role"], "content": [_bare(part) for part in turn["content"]]}
         if isinstance(turn["content"], list)
         else {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]}
-        for turn in talk
+        for turn in messages
     ]
     tokens = list(answer.outputs[0].token_ids)
-    ids, logprobs = expected(path, plain, images, tokens)
+    ids, logprobs = expected(path, template_messages, images, tokens)
     assert answer.prompt_token_ids == ids
     assert answer.prompt_logprobs is not None
     assert answer.outputs[0].logprobs is not None
-    found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
-    for place, (row, token) in enumerate(zip(found, [*ids[1:], *tokens], strict=True)):
+    actual = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
+    for place, (row, token) in enumerate(zip(actual, [*ids[1:], *tokens], strict=True)):
         assert row is not None
         assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=1e-4)
     assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
 
 
-def test_multi_modal_data_is_the_same_prompt(llm: LLM) -> None:
+def test_llm_generate_with_multi_modal_data_equals_chat(llm: LLM) -> None:
     image = picture(4, 100, 60)
-    talk = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
-    (chat,) = llm.chat(talk, GREEDY, use_tqdm=False)
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
+    (chat,) = llm.chat(messages, GREEDY, use_tqdm=False)
     text = f"<|im_start|>User:{MARK}What?<end_of_utterance>\nAssistant:"
-    (given,) = llm.generate({"prompt": text, "multi_modal_data": {"image": image}}, GREEDY, use_tqdm=False)
-    assert given.prompt_token_ids == chat.prompt_token_ids
-    assert given.outputs[0].token_ids == chat.outputs[0].token_ids
+    (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"image": image}}, GREEDY, use_tqdm=False)
+    assert generated.prompt_token_ids == chat.prompt_token_ids
+    assert generated.outputs[0].token_ids == chat.outputs[0].token_ids
     other = {"prompt": text, "multi_modal_data": {"image": [picture(5, 100, 60)]}}
     (answer,) = llm.generate(other, GREEDY, use_tqdm=False)
     assert answer.prompt_token_ids == chat.prompt_token_ids
     assert answer.prompt_logprobs != chat.prompt_logprobs
 
 
-def test_text_alone_is_shown_to_a_template_of_parts(llm: LLM) -> None:
+def test_llm_chat_renders_text_only_message_with_content_parts(llm: LLM) -> None:
     (answer,) = llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)
     assert answer.prompt == "<|im_start|>User: Hello<end_of_utterance>\nAssistant:"
 
@@ -119,12 +119,12 @@ def test_text_alone_is_shown_to_a_template_of_parts(llm: LLM) -> None:
         ({"type": "input_audio", "input_audio": {}}, "must be text or images, got input_audio"),
     ],
 )
-def test_what_is_no_image_is_refused_with_its_field(llm: LLM, part: dict[str, object], said: str) -> None:
+def test_llm_chat_rejects_invalid_image_part_with_field(llm: LLM, part: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said.replace("[", r"\[")):
         llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
 
 
-def test_the_mark_of_an_image_in_a_text_is_refused(llm: LLM) -> None:
+def test_llm_chat_rejects_image_token_in_text(llm: LLM) -> None:
     content = [{"type": "image", "image": picture(1, 40, 40)}, {"type": "text", "text": f"and {MARK}"}]
     with pytest.raises(InvalidRequest, match="text may not hold it"):
         llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
@@ -134,7 +134,7 @@ def _bare(part: dict[str, object]) -> dict[str, object]:
     return part if part["type"] == "text" else {"type": "image"}
 
 
-def test_a_receipt_is_replayed_with_its_images(llm: LLM) -> None:
+def test_receipt_of_image_request_replays_with_images(llm: LLM) -> None:
     image, other = picture(6, 90, 60), picture(7, 60, 60)
     prompt = {"prompt": f"{MARK} and {MARK}", "multi_modal_data": {"image": [image, other]}}
     (answer,) = llm.generate([prompt], SamplingParams(max_tokens=4, n=2, logprobs=1), receipts=True, use_tqdm=False)

@@ -93,10 +93,10 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_those_of_the_published_files(name: str, tmp_path: Path) -> None:
-    found = read_model_sizes(CONFIGS[name])
-    assert found.unsupported_reasons == ()
-    assert found.num_parameters + found.tower_parameters == PARAMETERS[name]
+def test_num_parameters_equals_published_vision_checkpoint(name: str, tmp_path: Path) -> None:
+    sizes = read_model_sizes(CONFIGS[name])
+    assert sizes.unsupported_reasons == ()
+    assert sizes.num_parameters + sizes.tower_parameters == PARAMETERS[name]
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     assert read_model_config(tmp_path).num_layers == CONFIGS[name].get("text_config", CONFIGS[name]).get(
         "num_hidden_layers", 32
@@ -104,7 +104,7 @@ def test_parameters_are_those_of_the_published_files(name: str, tmp_path: Path) 
     assert read_vision_spec(tmp_path) is not None
 
 
-def test_rotations_are_of_rows_and_columns(tmp_path: Path) -> None:
+def test_mrope_axes_of_qwen_vl_follow_mrope_section(tmp_path: Path) -> None:
     def axes(name: str) -> tuple[int, ...] | None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
         return decoder_spec(read_model_config(tmp_path)).sublayers_of_kind(AttentionLayerSpec)[0].mrope_axes

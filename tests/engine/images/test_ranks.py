@@ -30,42 +30,42 @@ def engine(path: Path, ranks: int, **options: Any) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), tensor_parallel_size=ranks, **plain, **options))
 
 
-def numbers(answer: Answer) -> list[float]:
+def logprobs_of(answer: Answer) -> list[float]:
     return [each.logprob for each in answer.logprobs]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_say_what_one_process_says(name: str, tmp_path: Path) -> None:
+def test_tensor_parallel_image_answers_equal_single_process(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
-    asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
-    wanted, divided = run(engine(path, 1), asked), engine(path, 2)
+    requests = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
+    expected, divided = run(engine(path, 1), requests), engine(path, 2)
     assert not divided.info.no_images
-    found = run(divided, asked)
-    for each in asked:
-        assert found[each.id].ids == wanted[each.id].ids
-        assert numbers(found[each.id]) == pytest.approx(numbers(wanted[each.id]), abs=5e-5, rel=1e-6)
+    actual = run(divided, requests)
+    for each in requests:
+        assert actual[each.id].ids == expected[each.id].ids
+        assert logprobs_of(actual[each.id]) == pytest.approx(logprobs_of(expected[each.id]), abs=5e-5, rel=1e-6)
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (actual[each.id].ids, actual[each.id].logprobs)
 
 
-def numbers_of(each: EngineCore) -> list[int]:
+def encoded_image_counts(each: EngineCore) -> list[int]:
     """The number of images, or parts of them, that the first rank's tower has encoded; empty without a tower."""
     return [] if each.executor._encoder_cache._tower is None else [each.executor._encoder_cache.num_encoded]  # type: ignore[attr-defined]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [each for each in KINDS if each != "gemma4 of 2 B"])
-def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
+def test_pipeline_stages_image_answers_equal_single_process(name: str, tmp_path: Path) -> None:
     """The first stage has the tower. Answers are bitwise equal, alone and in a batch, with images encoded in chunks."""
     path = save_family(tmp_path, name, num_hidden_layers=4) if name == "qwen3_vl" else save_family(tmp_path, name)
-    asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
+    requests = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
     vision = read_vision_spec(path)
     assert vision is not None
     least = max(
         24,
-        *(span.count for each in asked for span in each.spans),
+        *(span.count for each in requests for span in each.spans),
         vision.max_bidirectional_tokens if vision.is_bidirectional else 0,
     )
     options: dict[str, Any] = {
@@ -75,14 +75,14 @@ def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
         "max_num_batched_tokens": least,
     }
     one = EngineCore(EngineConfig(model=str(path), **options))
-    wanted = run(one, asked)
+    expected = run(one, requests)
     divided = EngineCore(EngineConfig(model=str(path), pipeline_parallel_size=2, **options))
     assert not divided.info.no_images
     assert divided.info.weight_bytes >= one.info.weight_bytes
-    assert numbers_of(divided) == []
-    found = run(divided, asked)
-    for each in asked:
+    assert encoded_image_counts(divided) == []
+    actual = run(divided, requests)
+    for each in requests:
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        for answer in (found[each.id], alone):
-            assert (answer.ids, answer.logprobs) == (wanted[each.id].ids, wanted[each.id].logprobs)
+        for answer in (actual[each.id], alone):
+            assert (answer.ids, answer.logprobs) == (expected[each.id].ids, expected[each.id].logprobs)

@@ -35,18 +35,20 @@ def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bits_depend_on_nothing_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tower_features_do_not_depend_on_batch_or_chunks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tower, images = tower_and_images(save_family(tmp_path, name))
     alone = [tower.encode_images([each])[0] for each in images]
     for module in ("encoder", "vision.qwen_vl"):
         monkeypatch.setattr(f"quire.engine.encoders.{module}.MAX_CHUNK_TOKENS", 12)
-    for found, wanted in zip(tower.encode_images(images), alone, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, expected in zip(tower.encode_images(images), alone, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pieces_weigh_what_a_step_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tower_chunk_costs_sum_to_encoder_cost(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tower, images = tower_and_images(save_family(tmp_path, name))
     monkeypatch.setattr("quire.engine.encoders.encoder.MAX_CHUNK_TOKENS", 12)
     pieces = list(tower.encode_in_chunks(images[:1]))
@@ -54,19 +56,19 @@ def test_pieces_weigh_what_a_step_is_told(name: str, tmp_path: Path, monkeypatch
     assert max(pieces) < images[0].encoder_cost / 2
 
 
-def test_few_bits(tmp_path: Path) -> None:
+def test_int8_tower_features_are_close_and_bytes_equal_plan(tmp_path: Path) -> None:
     """Only the linears of the tower's layers are quantized."""
     path = save_family(tmp_path, "qwen3_vl")
     plain, images = tower_and_images(path)
-    few, _ = tower_and_images(path, quantization="int8")
-    (wanted,), (found,) = plain.encode_images(images[:1]), few.encode_images(images[:1])
-    assert 0 < (found - wanted).float().norm() < 0.1 * wanted.float().norm()
-    text: dict[str, Any] = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
+    int8_tower, _ = tower_and_images(path, quantization="int8")
+    (expected,), (actual,) = plain.encode_images(images[:1]), int8_tower.encode_images(images[:1])
+    assert 0 < (actual - expected).float().norm() < 0.1 * expected.float().norm()
+    options: dict[str, Any] = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
     vision = read_vision_spec(path)
     assert vision is not None
-    held = EngineCore(EngineConfig(model=str(path), **text)).info.weight_bytes
-    numbers = sum(math.prod(each.shape) for each in few.parameters().values())
-    beside = read_model_sizes(read_raw_config(str(path))[0])
-    assert beside.tower_bytes(2, "int8") == 2 * numbers - vision.num_linear_parameters
-    assert beside.tower_bytes(2, None) == 2 * numbers
-    assert held < 2 * beside.num_parameters + beside.tower_bytes(2, "int8")
+    weight_bytes = EngineCore(EngineConfig(model=str(path), **options)).info.weight_bytes
+    numbers = sum(math.prod(each.shape) for each in int8_tower.parameters().values())
+    sizes = read_model_sizes(read_raw_config(str(path))[0])
+    assert sizes.tower_bytes(2, "int8") == 2 * numbers - vision.num_linear_parameters
+    assert sizes.tower_bytes(2, None) == 2 * numbers
+    assert weight_bytes < 2 * sizes.num_parameters + sizes.tower_bytes(2, "int8")

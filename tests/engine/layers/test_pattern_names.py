@@ -19,7 +19,7 @@ def formats(ignore: list[str], targets: list[str]) -> WeightFormatRules:
 
 
 @pytest.mark.parametrize("root", ROOTS)
-def test_names_in_files_are_those_of_the_files(root: str) -> None:
+def test_stored_module_name_has_prefix_of_checkpoint(root: str) -> None:
     stored = [f"{root}layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qk"]
     name_of = make_stored_module_name_lookup([*stored, "lm_head.weight", "model.visual.blocks.0.attn.q_proj.weight"])
     assert name_of(Q) == f"{root}layers.0.self_attn.q_proj"
@@ -41,7 +41,7 @@ def test_names_in_files_are_those_of_the_files(root: str) -> None:
         ("k_proj", False),
     ],
 )
-def test_pattern_of_a_text_model_inside_of_another(pattern: str, matches: bool) -> None:
+def test_quantization_patterns_match_names_in_checkpoint_or_module(pattern: str, matches: bool) -> None:
     name_of = make_stored_module_name_lookup(["model.language_model.layers.0.self_attn.q_proj.weight"])
     assert (formats([pattern], ["Linear"]).find_format(name_of(Q)) is None) is matches
     assert (formats([], [pattern]).find_format(name_of(Q)) is not None) is matches

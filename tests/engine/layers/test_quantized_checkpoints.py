@@ -91,17 +91,17 @@ CASES: dict[str, tuple[q.Packer, dict[str, Any]]] = {
 @pytest.mark.few(9)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased"])
-def test_every_format_computes_what_its_numbers_are(name: str, family: str, tmp_path: Path) -> None:
+def test_quantized_checkpoint_equals_dequantized_float32(name: str, family: str, tmp_path: Path) -> None:
     pack, config = CASES[name]
     folder = save_tiny_model(tmp_path / "dense", family, num_hidden_layers=2)
     packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config)
-    (theirs, nothing), (ours, said) = answers(folder), answers(packed)
-    assert nothing == ""
-    assert said.startswith(config["quant_method"])
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        found = [each.logprob for each in ours[key].logprobs]
-        assert found == pytest.approx([each.logprob for each in answer.logprobs], abs=1e-5)
+    (expected, dense_quantization), (actual, quantization) = answers(folder), answers(packed)
+    assert dense_quantization == ""
+    assert quantization.startswith(config["quant_method"])
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        logprobs = [each.logprob for each in actual[key].logprobs]
+        assert logprobs == pytest.approx([each.logprob for each in answer.logprobs], abs=1e-5)
 
 
 JOINED = {
@@ -118,20 +118,20 @@ JOINED = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in JOINED.items() for name in names])
-def test_linears_that_a_checkpoint_joins_are_taken_apart(family: str, name: str, tmp_path: Path) -> None:
+def test_fused_quantized_linears_are_split(family: str, name: str, tmp_path: Path) -> None:
     pack, config = CASES[name]
     folder = save_tiny_model(tmp_path / "dense", family)
     packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config, leave=("lm_head", "embed_out"))
-    (theirs, _), (ours, _) = answers(folder), answers(packed)
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
-        found = [each.logprob for each in ours[key].logprobs]
-        assert found == pytest.approx([each.logprob for each in answer.logprobs], abs=1e-5)
+    (expected, _), (actual, _) = answers(folder), answers(packed)
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
+        logprobs = [each.logprob for each in actual[key].logprobs]
+        assert logprobs == pytest.approx([each.logprob for each in answer.logprobs], abs=1e-5)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "name"), [("cohere", "awq-32"), ("phi3", "float-block"), ("gpt_neox", "nf4")])
-def test_what_cannot_be_taken_apart_is_refused(family: str, name: str, tmp_path: Path) -> None:
+def test_fused_quantized_linear_that_cannot_be_split_is_rejected(family: str, name: str, tmp_path: Path) -> None:
     pack, config = CASES[name]
     folder = save_tiny_model(tmp_path / "dense", family)
     packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config, leave=("lm_head", "embed_out"))
@@ -141,7 +141,7 @@ def test_what_cannot_be_taken_apart_is_refused(family: str, name: str, tmp_path:
         answers(packed)
 
 
-def test_ignored_linears_and_groups_of_their_own_are_told_apart(tmp_path: Path) -> None:
+def test_mixed_precision_groups_and_ignored_linears_equal_dense(tmp_path: Path) -> None:
     """Linears of one fused product have different formats, some by regular expression, and some are not quantized."""
     folder = save_tiny_model(tmp_path / "dense", "qwen2", num_hidden_layers=2)
     four, eight = q.compressed(4, 32, symmetric=True), q.int8("channel")
@@ -152,24 +152,24 @@ def test_ignored_linears_and_groups_of_their_own_are_told_apart(tmp_path: Path) 
     config["config_groups"]["group_1"] = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
     config["ignore"] = ["lm_head", "model.layers.1.mlp.up_proj", "re:.*layers\\.0\\.self_attn\\.k_proj"]
     packed = tmp_path / "packed"
-    left = ("lm_head", "layers.1.mlp.up_proj", "layers.0.self_attn.k_proj")
+    unquantized = ("lm_head", "layers.1.mlp.up_proj", "layers.0.self_attn.k_proj")
     for tensors, pack in ((("q_proj", "v_proj", "mlp"), four), (("k_proj", "o_proj"), eight)):
         others = tuple(part for part in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp") if part not in tensors)
-        made = q.quantize_checkpoint(folder, tmp_path / "-".join(tensors), pack, config, (*left, *others))
-        content = load_file(made / "model.safetensors")
-        found = load_file(packed / "model.safetensors") if packed.exists() else {}
-        whole = {n: t for n, t in (found | content).items() if not any(part in n for part in others)}
-        whole |= {n: t for n, t in found.items() if any(part in n for part in others)}
-        whole |= {n: t for n, t in content.items() if any(part in n for part in left) or t.ndim == 1}
-        made.rename(packed) if not packed.exists() else None
-        save_file(whole, packed / "model.safetensors")
-    (theirs, _), (ours, said) = answers(folder), answers(packed)
-    assert said == "compressed-tensors, 4 bits and 8 bits"
-    for key, answer in theirs.items():
-        assert ours[key].ids == answer.ids
+        part_path = q.quantize_checkpoint(folder, tmp_path / "-".join(tensors), pack, config, (*unquantized, *others))
+        content = load_file(part_path / "model.safetensors")
+        stored = load_file(packed / "model.safetensors") if packed.exists() else {}
+        merged = {n: t for n, t in (stored | content).items() if not any(part in n for part in others)}
+        merged |= {n: t for n, t in stored.items() if any(part in n for part in others)}
+        merged |= {n: t for n, t in content.items() if any(part in n for part in unquantized) or t.ndim == 1}
+        part_path.rename(packed) if not packed.exists() else None
+        save_file(merged, packed / "model.safetensors")
+    (expected, _), (actual, quantization) = answers(folder), answers(packed)
+    assert quantization == "compressed-tensors, 4 bits and 8 bits"
+    for key, answer in expected.items():
+        assert actual[key].ids == answer.ids
 
 
-def change(path: Path, alter: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def change_tensors(path: Path, alter: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(path / "model.safetensors")
     alter(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
@@ -197,20 +197,20 @@ Q = "model.layers.0.self_attn.q_proj"
         ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), f"lack {Q}.weight.quant_map"),
     ],
 )
-def test_a_tensor_that_contradicts_is_named(name: str, alter: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_quantized_tensor_is_named_in_error(name: str, alter: Any, says: str, tmp_path: Path) -> None:
     pack, config = CASES[name]
     folder = save_tiny_model(tmp_path / "dense", "llama", num_hidden_layers=1)
     packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config)
-    change(packed, alter)
+    change_tensors(packed, alter)
     with pytest.raises(ModelError) as caught:
         answers(packed)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_8_bit_floats_are_not_taken_for_numbers_of_a_checkpoint_that_names_no_format(tmp_path: Path) -> None:
+def test_fp8_tensor_without_quantization_config_is_rejected(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "m", "llama", num_hidden_layers=1)
-    change(folder, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e4m3fn)}))
+    change_tensors(folder, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e4m3fn)}))
     with pytest.raises(ModelError, match=rf"{Q}\.weight is stored as torch.float8_e4m3fn"):
         answers(folder)
 
@@ -241,7 +241,7 @@ def test_8_bit_floats_are_not_taken_for_numbers_of_a_checkpoint_that_names_no_fo
         ({"quant_method": "gptq", "bits": "4"}, "bits: expected float"),
     ],
 )
-def test_what_is_not_served_is_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unsupported_quantization_config_is_named_in_error(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "m", "llama", num_hidden_layers=1)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))

@@ -28,29 +28,29 @@ PUBLISHED = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": Fa
         (1e4, 4096, {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}),
     ],
 )
-def test_yarn_is_as_in_transformers(theta: float, old: int, given: dict[str, Any]) -> None:
+def test_yarn_rope_table_equals_transformers(theta: float, old: int, given: dict[str, Any]) -> None:
     rope = {"rope_type": "yarn", "rope_theta": theta, "original_max_position_embeddings": old} | given
     config = AutoConfig.for_model("qwen3", head_dim=64, max_position_embeddings=old, rope_parameters=rope)
     frequencies, size = ROPE_INIT_FUNCTIONS["yarn"](config)
     angles = torch.outer(torch.arange(500.0), frequencies)
-    wanted = torch.cat((angles.cos(), angles.sin()), -1) * size
-    assert torch.allclose(rope_table(rope, 64, 500), wanted, atol=1e-4)
+    expected = torch.cat((angles.cos(), angles.sin()), -1) * size
+    assert torch.allclose(rope_table(rope, 64, 500), expected, atol=1e-4)
 
 
-def test_dynamic_scaling_is_none_within_the_models_positions(tmp_path: Path) -> None:
+def test_dynamic_rope_is_unscaled_within_max_position(tmp_path: Path) -> None:
     """Contexts end at max_position, so dynamic scaling never applies."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = AutoConfig.for_model("llama", head_dim=32, max_position_embeddings=512, rope_parameters=rope)
     frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=300)
     angles = torch.outer(torch.arange(512.0), frequencies)
     assert torch.allclose(rope_table(rope, 32, 512), torch.cat((angles.cos(), angles.sin()), -1), atol=1e-4)
-    given = SHAPE | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}}
-    assert not explain_unsupported_model(given)
-    (tmp_path / "config.json").write_text(json.dumps(given))
+    raw_config = SHAPE | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    assert not explain_unsupported_model(raw_config)
+    (tmp_path / "config.json").write_text(json.dumps(raw_config))
     assert read_model_config(tmp_path).max_position == 512
 
 
-def test_yarn_that_was_added_to_a_file_gives_it_more_positions(tmp_path: Path) -> None:
+def test_yarn_scaling_factor_extends_max_position(tmp_path: Path) -> None:
     """Qwen's model cards advise it: max_position_embeddings stays the trained context length."""
     added = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
     for more, positions in ((added, 2048), (added | {"max_position_embeddings": 4096}, 4096), ({}, 512)):

@@ -144,14 +144,14 @@ OLD = ("rope_parameters", "partial_rotary_factor", "rope_theta", "rope_scaling")
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES)
-def test_rotations_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_rope_config_logprobs_equal_transformers(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     path = save_tiny_model(tmp_path, family)
     edit_json(path / "config.json", OLD, **changes)
     assert largest_difference(path, PROMPT) < 1e-4
 
 
-def test_layers_of_an_encoder_are_rotated_by_the_type_that_older_files_name() -> None:
+def test_modernbert_ropes_accept_legacy_type_field() -> None:
     rope = {"full_attention": {"type": "linear", "factor": 2.0}, "sliding_attention": None}
     config = {"model_type": "modernbert", **SHAPE, "rope_parameters": rope}
     spec = read_encoder_spec(config)

@@ -54,8 +54,8 @@ def with_config(**changes: Any) -> Callable[[Path], None]:
 def with_tensors(changes: dict[str, torch.Tensor | None]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         tensors = load_file(folder / "adapter_model.safetensors") | changes
-        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, folder / "adapter_model.safetensors")
+        changed = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(changed, folder / "adapter_model.safetensors")
 
     return change
 
@@ -147,23 +147,25 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_number_is_looked_at(dtype: torch.dtype, folder: Path, spool: AdapterStore, tmp_path: Path) -> None:
+def test_adapter_with_any_non_finite_number_is_rejected(
+    dtype: torch.dtype, folder: Path, spool: AdapterStore, tmp_path: Path
+) -> None:
     """The largest finite numbers are accepted. Files of more than a million numbers are checked throughout."""
-    many, file = torch.full((2**20 + 300,), torch.finfo(dtype).max, dtype=dtype), tmp_path / "many.safetensors"
-    save_file({"many": many}, file)
+    values, file = torch.full((2**20 + 300,), torch.finfo(dtype).max, dtype=dtype), tmp_path / "many.safetensors"
+    save_file({"many": values}, file)
     check_finite(file)
     for at in (0, 2**20 - 1, 2**20, -1):
-        spoilt = many.clone()
-        spoilt[at] = torch.nan
-        save_file({"many": spoilt}, file)
+        invalid = values.clone()
+        invalid[at] = torch.nan
+        save_file({"many": invalid}, file)
         with pytest.raises(AdapterError, match="many: holds numbers that are infinite or NaN"):
             check_finite(file)
     numbers = torch.full((8, 64), torch.finfo(dtype).max, dtype=dtype)
     numbers[0] = -torch.finfo(dtype).max
     for bad in (torch.inf, -torch.inf, torch.nan):
-        spoilt = numbers.clone()
-        spoilt[-1, -1] = bad
-        with_tensors({f"{Q}.lora_A.weight": spoilt})(folder)
+        invalid = numbers.clone()
+        invalid[-1, -1] = bad
+        with_tensors({f"{Q}.lora_A.weight": invalid})(folder)
         with pytest.raises(AdapterError, match="holds numbers that are infinite or NaN"):
             spool.add_adapter("x", str(folder))
     with_tensors({f"{Q}.lora_A.weight": numbers})(folder)
@@ -175,39 +177,39 @@ def void(_: object) -> None:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused(case: str, folder: Path, spool: AdapterStore) -> None:
-    spoil, told = BAD[case]
+def test_invalid_adapter_is_rejected_and_not_stored(case: str, folder: Path, spool: AdapterStore) -> None:
+    spoil, message = BAD[case]
     spoil(folder)
     with pytest.raises(AdapterError) as caught:
         spool.add_adapter("x", str(folder))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(folder) not in str(caught.value)
     assert list(spool.stored_adapter_digests) == []
     assert list(folder.parent.joinpath("spool").iterdir()) == []
 
 
-def test_paths(folder: Path, spool: AdapterStore, tmp_path: Path) -> None:
+def test_adapter_path_outside_allowed_folders_is_rejected(folder: Path, spool: AdapterStore, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="it is not a hub id"):
         spool.add_adapter("x", str(tmp_path / "nothing"))
     with pytest.raises(AdapterError, match="must be a folder or a hub id"):
         spool.add_adapter("x", "a\0b")
     allowed = tmp_path / "allowed"
     allowed.mkdir()
-    told = "there is no such folder inside the folders of --allowed-lora-paths"
+    message = "there is no such folder inside the folders of --allowed-lora-paths"
     outside = [str(folder), str(allowed / ".." / "adapter"), "owner/name", str(tmp_path / "nothing")]
     (allowed / "link").symlink_to(folder)
     (allowed / "files").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (allowed / "files" / name).symlink_to(folder / name)
     for path in (*outside, str(allowed / "link"), str(allowed / "files")):
-        with pytest.raises(AdapterError, match=told):
+        with pytest.raises(AdapterError, match=message):
             spool.add_adapter("x", path, allowed_folders=(allowed,))
     folder.rename(allowed / "adapter")
     assert spool.add_adapter("x", str(allowed / "adapter"), allowed_folders=(allowed,)).name == "x"
 
 
-def test_content_is_what_counts(folder: Path, spool: AdapterStore) -> None:
+def test_adapter_digest_depends_on_content(folder: Path, spool: AdapterStore) -> None:
     first = spool.add_adapter("x", str(folder))
     assert spool.add_adapter("y", str(folder)).digest == first.digest
     with_config(lora_alpha=3)(folder)
@@ -217,7 +219,7 @@ def test_content_is_what_counts(folder: Path, spool: AdapterStore) -> None:
     assert spool.reopen_stored_adapter("x", first.digest) == first  # the stored copy, though the folder has changed
 
 
-def test_scales(folder: Path, model: Path) -> None:
+def test_lora_scale_follows_alpha_rank_and_alpha_pattern(folder: Path, model: Path) -> None:
     modules = adaptable_modules(read_model_config(model))
     with_config(
         lora_alpha=24,
@@ -232,12 +234,12 @@ def test_scales(folder: Path, model: Path) -> None:
     assert parts["model.layers.0.mlp.up_proj"].scale == pytest.approx(24 / root)
 
 
-def test_exclude_modules_and_layers_say_nothing_beside_the_tensors(folder: Path, model: Path) -> None:
+def test_adapter_specs_ignore_exclude_modules_and_layers_to_transform(folder: Path, model: Path) -> None:
     with_config(target_modules="all-linear", exclude_modules=["lm_head"], layers_to_transform=[0], r=8)(folder)
     assert len(read_adapter_specs(folder, adaptable_modules(read_model_config(model)), 8)) == 21
 
 
-def test_alpha_of_0_is_0(folder: Path, model: Path) -> None:
+def test_lora_alpha_of_0_gives_scale_0(folder: Path, model: Path) -> None:
     """An alpha of 0 switches an adapter off (issue 58); PEFT's default of 8 is for files without lora_alpha."""
     modules = adaptable_modules(read_model_config(model))
     with_config(lora_alpha=0)(folder)
@@ -248,17 +250,17 @@ def test_alpha_of_0_is_0(folder: Path, model: Path) -> None:
 
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_own_weights_of_the_model_are_taken_if_they_are_the_models(
+def test_base_weights_in_adapter_must_equal_model_weights(
     folder: Path, model: Path, tmp_path: Path, module: str, dtype: torch.dtype
 ) -> None:
     """PEFT saves a whole embedding with its adapter, trained or not."""
     modules, weights = adaptable_modules(read_model_config(model)), load_file(model / "model.safetensors")
     spool = AdapterStore(tmp_path / "own", modules, 16, weights=model)
     (tmp_path / "own").mkdir()
-    name, own = f"base_model.model.{module}.base_layer.weight", weights[f"{module}.weight"].to(dtype)
-    with_tensors({name: own})(folder)
+    name, weight = f"base_model.model.{module}.base_layer.weight", weights[f"{module}.weight"].to(dtype)
+    with_tensors({name: weight})(folder)
     assert spool.add_adapter("x", str(folder))
-    with_tensors({name: own + 0.1 * torch.randn(own.shape).to(dtype)})(folder)
+    with_tensors({name: weight + 0.1 * torch.randn(weight.shape).to(dtype)})(folder)
     with pytest.raises(AdapterError, match="differs from the model's weights"):
         spool.add_adapter("x", str(folder))
     with pytest.raises(AdapterError, match="cannot be compared"):

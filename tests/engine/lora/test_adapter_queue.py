@@ -51,9 +51,9 @@ class FakeLoader:
 
 def request(name: str, adapter: int, tokens: int = 3, limit: int = 4) -> EngineCoreRequest:
     params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
-    own = None if adapter == 0 else Adapter(f"a{adapter}", f"{adapter:032x}", "")
+    lora_adapter = None if adapter == 0 else Adapter(f"a{adapter}", f"{adapter:032x}", "")
     prompt = [1 + (sum(name.encode()) + at) % 9 for at in range(tokens)]
-    return EngineCoreRequest(id=name, prompt_ids=prompt, params=params, seed=0, adapter=own)
+    return EngineCoreRequest(id=name, prompt_ids=prompt, params=params, seed=0, adapter=lora_adapter)
 
 
 class Rig:
@@ -99,7 +99,7 @@ def names(batch: SchedulerOutput | None) -> set[str]:
     return set() if batch is None else {row.request_id for row in batch.scheduled_requests}
 
 
-def test_only_its_own_requests_wait_for_a_load() -> None:
+def test_adapter_load_delays_only_requests_of_adapter() -> None:
     rig = Rig(2)
     rig.add(request("base", 0, limit=8))
     rig.add(request("one", 1, limit=8))
@@ -114,7 +114,7 @@ def test_only_its_own_requests_wait_for_a_load() -> None:
     assert rig.loader.loads == 2
 
 
-def test_a_hot_adapter_makes_room() -> None:
+def test_hot_adapter_does_not_starve_cold_adapter() -> None:
     """Requests for the only slot's adapter never stop; the other adapter still gets its turn."""
     rig = Rig(1, seqs=2)
     for number in range(4):
@@ -132,7 +132,7 @@ def test_a_hot_adapter_makes_room() -> None:
     assert set(rig.ended.values()) == {"length"}
 
 
-def test_what_cannot_be_loaded_ends_alone() -> None:
+def test_failed_adapter_load_ends_only_its_requests() -> None:
     rig = Rig(1)
     rig.loader.failing.add(f"{2:032x}")
     for name, adapter in (("bad", 2), ("worse", 2), ("good", 1), ("base", 0)):
@@ -142,7 +142,7 @@ def test_what_cannot_be_loaded_ends_alone() -> None:
     assert rig.ended == {"bad": "broken", "worse": "broken", "good": "length", "base": "length"}
 
 
-def test_aborted_while_it_waits() -> None:
+def test_request_can_be_aborted_during_adapter_load() -> None:
     rig = Rig(1)
     rig.add(request("one", 1))
     rig.step()
@@ -167,7 +167,7 @@ MOVES = st.lists(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 3), MOVES)
-def test_everything_ends(slots: int, moves: list[tuple[object, ...]]) -> None:
+def test_every_request_ends_once_for_random_loads_and_aborts(slots: int, moves: list[tuple[object, ...]]) -> None:
     """Requests of six adapters, loads and aborts come in any order, with preemptions. Each request uses its own
     adapter's slot, and ends once.
     """

@@ -31,16 +31,16 @@ def adapters(folders: list[Path]) -> LocalAdapters:
     return LocalAdapters(config, read_model_config(folders[0]))
 
 
-def test_copies_go_with_the_last_request_that_has_them(adapters: LocalAdapters, folders: list[Path]) -> None:
+def test_adapter_copies_are_deleted_with_last_request(adapters: LocalAdapters, folders: list[Path]) -> None:
     """A trainer that writes an adapter at every step would otherwise fill the disk."""
-    kept = Path(adapters._folder.name)
+    spool_folder = Path(adapters._folder.name)
     steps = [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders[1:], 1)]
     (first,) = adapters.resolve_requests(steps[0], 1)  # held as an open request holds it
     assert first is not None
     for step in steps[1:]:
         adapters.resolve_requests(step, 1)
     gc.collect()
-    assert len(list(kept.iterdir())) == 3
+    assert len(list(spool_folder.iterdir())) == 3
     assert Path(first.folder).is_dir(), "the open request's"
     (other,) = adapters.resolve_requests(LoRARequest("the same content", 9, str(folders[1])), 1)
     assert other is not None
@@ -50,11 +50,13 @@ def test_copies_go_with_the_last_request_that_has_them(adapters: LocalAdapters, 
     del other
     adapters.resolve_requests(steps[3:], 2)
     gc.collect()
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(spool_folder.iterdir())) == 2
     assert len(adapters.resolve_requests(steps, 5)) == 5, "those that went are read again"
 
 
-def test_what_names_an_adapter(adapters: LocalAdapters, folders: list[Path], tmp_path: Path) -> None:
+def test_resolve_requests_accepts_str_or_path_and_rejects_other_types(
+    adapters: LocalAdapters, folders: list[Path], tmp_path: Path
+) -> None:
     (text, path) = adapters.resolve_requests([LoRARequest("a", 1, str(folders[1])), LoRARequest("a", 1, folders[1])], 2)
     assert text is path
     for wrong in ("a", {"lora_name": "a"}, [folders[1]]):
@@ -62,15 +64,15 @@ def test_what_names_an_adapter(adapters: LocalAdapters, folders: list[Path], tmp
             adapters.resolve_requests(wrong, 1)  # type: ignore[arg-type]
 
 
-def test_files_are_read_again_where_that_is_asked_for(adapters: LocalAdapters, folders: list[Path]) -> None:
+def test_load_inplace_reads_adapter_files_again(adapters: LocalAdapters, folders: list[Path]) -> None:
     """vLLM's load_inplace, for trainers that write each step to the same folder."""
     model = AutoModelForCausalLM.from_pretrained(folders[0])
     folder = save_adapter(folders[0] / "own", model, 2, seed=7)
-    again = LoRARequest("a", 1, str(folder), load_inplace=True)
-    (before,) = adapters.resolve_requests(again, 1)
+    inplace_request = LoRARequest("a", 1, str(folder), load_inplace=True)
+    (before,) = adapters.resolve_requests(inplace_request, 1)
     save_adapter(folder, model, 2, seed=8)
     assert adapters.resolve_requests(LoRARequest("a", 1, str(folder)), 1) == [before]
-    after = adapters.resolve_requests([again, again], 2)
+    after = adapters.resolve_requests([inplace_request, inplace_request], 2)
     assert after[0] is after[1] is not None
     assert after[0] != before
     assert adapters.resolve_requests(LoRARequest("a", 1, str(folder)), 1) == after[:1]

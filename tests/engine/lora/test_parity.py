@@ -52,8 +52,8 @@ def check(merged: torch.nn.Module, prompt: list[int], answer: object, tolerance:
     ids = torch.tensor([prompt + answer.ids])
     logprobs = torch.log_softmax(merged(ids).logits[0].double(), dim=-1)
     expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
-    told = [each.logprob for each in (*answer.prompt_logprobs[1:], *answer.logprobs)]
-    assert told == pytest.approx(expected, abs=tolerance)
+    actual = [each.logprob for each in (*answer.prompt_logprobs[1:], *answer.logprobs)]
+    assert actual == pytest.approx(expected, abs=tolerance)
     best = logprobs[len(prompt) - 1 : -1].max(-1).values
     picked = torch.tensor(expected[len(prompt) - 1 :], dtype=torch.float64)
     assert (best - picked < 2 * tolerance).all()
@@ -61,15 +61,15 @@ def check(merged: torch.nn.Module, prompt: list[int], answer: object, tolerance:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen3", "gemma3", "gemma2"])
-def test_merged_weights(family: str, tmp_path: Path) -> None:
+def test_lora_logprobs_equal_merged_weights_alone_and_in_batch(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    kept = spool(tmp_path / "spool", path)
+    store = spool(tmp_path / "spool", path)
     folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in RANKS]
     folders.append(save_adapter(tmp_path / "few", base, 4, targets=("q_proj", "up_proj"), use_rslora=True, seed=7))
     both = (*ALL, "embed_tokens", "lm_head")
     folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
-    adapters = [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
+    adapters = [None, *(store.add_adapter(folder.name, str(folder)) for folder in folders)]
     texts = prompts(16)
     requests = [asked(f"r{i}", texts[i], adapters[i % len(adapters)]) for i in range(16)]
     together = run(engine(path), requests)
@@ -117,7 +117,7 @@ JOINED = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("family", JOINED)
-def test_linears_that_a_checkpoint_joins_or_calls_otherwise(family: str, tmp_path: Path) -> None:
+def test_lora_on_fused_or_renamed_linears_equals_merged_weights(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     options = {"fan_in_fan_out": True} if family == "gpt2" else {}

@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_peft_computes(family: str, kind: str, tmp_path: Path) -> None:
+def test_lora_logprobs_equal_peft(family: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     path = save_tiny_model(tmp_path / "model", family)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -36,17 +36,17 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 @pytest.fixture
 def adapters(model: Path, folders: list[Path], tmp_path: Path) -> list[Adapter | None]:
-    kept = spool(tmp_path / "spool", model)
-    return [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
+    store = spool(tmp_path / "spool", model)
+    return [None, *(store.add_adapter(folder.name, str(folder)) for folder in folders)]
 
 
 def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
     """Greedy requests, which repeat themselves, and sampled ones."""
-    found = []
+    engine_requests = []
     for index, ids in enumerate(prompts(8)):
-        drawn: dict[str, Any] = {"temperature": 0.8 * (index % 2), "max_tokens": 24, "prompt_logprobs": None}
-        found.append(asked(f"r{index}", ids * 2, adapters[index % len(adapters)], **drawn))
-    return found
+        params: dict[str, Any] = {"temperature": 0.8 * (index % 2), "max_tokens": 24, "prompt_logprobs": None}
+        engine_requests.append(asked(f"r{index}", ids * 2, adapters[index % len(adapters)], **params))
+    return engine_requests
 
 
 @pytest.mark.few(1)
@@ -69,41 +69,41 @@ def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
     ],
     ids=str,
 )
-def test_the_same_tokens(
+def test_lora_tokens_equal_those_alone_with_engine_options(
     model: Path, adapters: list[Adapter | None], options: dict[str, object], tmp_path: Path
 ) -> None:
     """Drafts come from models without adapters; the draft model is the target model itself."""
-    every, method = requests(adapters), options.get("speculative_config")
+    all_requests, method = requests(adapters), options.get("speculative_config")
     if method in ("draft_model", "eagle", "eagle3", "medusa"):
-        own = model if method == "draft_model" else made_head(tmp_path / "head", method)[0]
-        options = {"speculative_config": {"method": method, "model": str(own), "num_speculative_tokens": 3}}
-    guessing = model
+        drafter_path = model if method == "draft_model" else made_head(tmp_path / "head", method)[0]
+        options = {"speculative_config": {"method": method, "model": str(drafter_path), "num_speculative_tokens": 3}}
+    served_path = model
     if method == "mtp":  # the same weights, and one more layer
-        guessing = save_tiny_mtp(tmp_path / "model", "llama")
+        served_path = save_tiny_mtp(tmp_path / "model", "llama")
         options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
-    plain, other = engine(model), engine(guessing, None if method is None else always, **options)
-    together = run(other, every)
-    for request in every:
+    plain, tested_engine = engine(model), engine(served_path, None if method is None else always, **options)
+    together = run(tested_engine, all_requests)
+    for request in all_requests:
         alone = run(plain, [request])[request.id]
         assert (together[request.id].ids, together[request.id].logprobs) == (alone.ids, alone.logprobs)
     if "num_kv_blocks" in options:
-        assert other.engine_stats.preemptions > 0
+        assert tested_engine.engine_stats.preemptions > 0
     if "speculative_config" in options:
-        assert other.engine_stats.draft_tokens > 0
+        assert tested_engine.engine_stats.draft_tokens > 0
     if method == "draft_model":
-        assert sum(other.engine_stats.accepted_drafts) > 10
+        assert sum(tested_engine.engine_stats.accepted_drafts) > 10
 
 
-def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[Adapter | None]) -> None:
-    made, ids = engine(model, make_tiers=of_tiers, kv_offload_memory=0.1), list(range(3, 60))
-    wanted = run(made, [asked("a", ids, adapters[1], prompt_logprobs=None)])["a"]
+def test_offloaded_prefix_is_found_only_for_its_adapter(model: Path, adapters: list[Adapter | None]) -> None:
+    served, ids = engine(model, make_tiers=of_tiers, kv_offload_memory=0.1), list(range(3, 60))
+    expected = run(served, [asked("a", ids, adapters[1], prompt_logprobs=None)])["a"]
     for index in (0, 2):
-        made.scheduler.kv_cache_manager.block_pool.clear_hashes()
+        served.scheduler.kv_cache_manager.block_pool.clear_hashes()
         probe = asked("probe", ids, adapters[index], prompt_logprobs=None)
-        assert run(made, [probe])["probe"].cached_tokens == 0
-    made.scheduler.kv_cache_manager.block_pool.clear_hashes()
-    again = run(made, [asked("again", ids, adapters[1], prompt_logprobs=None)])["again"]
-    assert (again.cached_tokens, again.ids, again.logprobs) == (48, wanted.ids, wanted.logprobs)
+        assert run(served, [probe])["probe"].cached_tokens == 0
+    served.scheduler.kv_cache_manager.block_pool.clear_hashes()
+    again = run(served, [asked("again", ids, adapters[1], prompt_logprobs=None)])["again"]
+    assert (again.cached_tokens, again.ids, again.logprobs) == (48, expected.ids, expected.logprobs)
 
 
 @pytest.mark.few(2)
@@ -118,17 +118,19 @@ def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[A
     ],
     ids=str,
 )
-def test_few_bits(model: Path, adapters: list[Adapter | None], options: dict[str, object]) -> None:
+def test_lora_on_quantized_model_does_not_depend_on_batch(
+    model: Path, adapters: list[Adapter | None], options: dict[str, object]
+) -> None:
     """Also close to float32; requests without an adapter get the tokens of an engine without LoRA."""
-    every = requests(adapters)
-    together, exact = run(engine(model, **options), every), run(engine(model), every)
-    for request in every:
+    all_requests = requests(adapters)
+    together, exact = run(engine(model, **options), all_requests), run(engine(model), all_requests)
+    for request in all_requests:
         alone = run(engine(model, **options), [request])[request.id]
         assert (together[request.id].ids, together[request.id].logprobs) == (alone.ids, alone.logprobs)
         first = [answers[request.id].logprobs[0] for answers in (together, exact)]
-        near = dict(first[1].top)
-        assert any(abs(near.get(token, -100.0) - logprob) < 1.0 for token, logprob in first[0].top)
-    plain = [request for request in every if request.adapter is None]
+        exact_logprobs = dict(first[1].top)
+        assert any(abs(exact_logprobs.get(token, -100.0) - logprob) < 1.0 for token, logprob in first[0].top)
+    plain = [request for request in all_requests if request.adapter is None]
     without = run(engine(model, enable_lora=False, **options), plain)
     for request in plain:
         assert (together[request.id].ids, together[request.id].logprobs) == (
@@ -137,24 +139,24 @@ def test_few_bits(model: Path, adapters: list[Adapter | None], options: dict[str
         )
 
 
-def test_no_load_stops_a_stream(model: Path, adapters: list[Adapter | None]) -> None:
+def test_adapter_load_does_not_stall_running_stream(model: Path, adapters: list[Adapter | None]) -> None:
     """The stream gets a token in every step, including those before which one adapter replaces another."""
-    made, loaded = engine(model, max_loras=1, max_cpu_loras=1), []
-    made.add_request(asked("long", prompts(1)[0], None, max_tokens=100, prompt_logprobs=None))
-    made.step()
+    served, loaded_adapters = engine(model, max_loras=1, max_cpu_loras=1), []
+    served.add_request(asked("long", prompts(1)[0], None, max_tokens=100, prompt_logprobs=None))
+    served.step()
     for at, adapter in enumerate([*adapters[1:], adapters[1]]):
-        made.add_request(asked(f"r{at}", [5, 6, 7], adapter, max_tokens=2, prompt_logprobs=None))
+        served.add_request(asked(f"r{at}", [5, 6, 7], adapter, max_tokens=2, prompt_logprobs=None))
         for step in range(8):
             if step == 1:  # the load was requested; wait until the thread has read it
-                made.scheduler._waiting._loader._thread.submit(int).result()
-            assert "long" in {output.id for output in made.step()}
-            loaded += [name for name, _ in made.last_step_record.adapter_loads]
-    assert loaded == ["a0", "a1", "a2", "a0"]
-    assert made.engine_stats.running == 1
+                served.scheduler._waiting._loader._thread.submit(int).result()
+            assert "long" in {output.id for output in served.step()}
+            loaded_adapters += [name for name, _ in served.last_step_record.adapter_loads]
+    assert loaded_adapters == ["a0", "a1", "a2", "a0"]
+    assert served.engine_stats.running == 1
 
 
 @pytest.mark.slow
-def test_offline(model: Path, folders: list[Path]) -> None:
+def test_llm_generate_and_beam_search_use_lora_requests(model: Path, folders: list[Path]) -> None:
     byte_level_tokenizer(CHATML).tokenizer.backend.save(str(model / "tokenizer.json"))
     llm = LLM(str(model), enable_lora=True, max_lora_rank=8, num_kv_blocks=64)
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
@@ -169,17 +171,17 @@ def test_offline(model: Path, folders: list[Path]) -> None:
     assert texts(["a tale"], one) == [mixed[1]]
     assert texts(["a tale"], None) == [mixed[0]]
     beams = BeamSearchParams(beam_width=3, max_tokens=6)
-    found = llm.beam_search(["a tale"] * 2, beams, lora_request=[one, None])
+    beam_outputs = llm.beam_search(["a tale"] * 2, beams, lora_request=[one, None])
     merged = merge(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), folders[0])
-    for sequence in found[0].sequences:
+    for sequence in beam_outputs[0].sequences:
         ids = torch.tensor([sequence.tokens])
         with torch.no_grad():
             logprobs = merged(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
         assert sequence.cum_logprob == pytest.approx(float(logprobs[-6:].sum()), abs=0.2)  # the model is bfloat16
-    assert [each.tokens for each in found[1].sequences] == [
+    assert [each.tokens for each in beam_outputs[1].sequences] == [
         each.tokens for each in llm.beam_search("a tale", beams)[0].sequences
     ]
-    assert found[0].sequences[0].tokens != found[1].sequences[0].tokens
+    assert beam_outputs[0].sequences[0].tokens != beam_outputs[1].sequences[0].tokens
     with pytest.raises(InvalidRequest, match="lora_request: 2 for 1 prompts"):
         texts(["a tale"], [one, two])
     with pytest.raises(InvalidRequest, match="lora_request: x: there is no folder"):
@@ -192,7 +194,7 @@ def test_offline(model: Path, folders: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_vectors(model: Path, folders: list[Path], tmp_path: Path) -> None:
+def test_llm_embed_with_lora_equals_merged_model(model: Path, folders: list[Path], tmp_path: Path) -> None:
     """In a batch and alone."""
     byte_level_tokenizer(CHATML).tokenizer.backend.save(str(model / "tokenizer.json"))
     texts, options = ["a tale", "another one, longer", "x"], {"runner": "pooling", "dtype": "float32"}
@@ -200,7 +202,7 @@ def test_vectors(model: Path, folders: list[Path], tmp_path: Path) -> None:
     one, two = (LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders[:2], 1))
     mixed = [each.outputs.embedding for each in llm.embed(texts, use_tqdm=False, lora_request=[one, None, two])]
     alone = [llm.embed(texts[at], use_tqdm=False, lora_request=each) for at, each in enumerate((one, None, two))]
-    assert [found.outputs.embedding for (found,) in alone] == mixed
+    assert [output.outputs.embedding for (output,) in alone] == mixed
     llm.close()
     for at, folder in enumerate((folders[0], None, folders[1])):
         merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)

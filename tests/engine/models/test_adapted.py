@@ -59,13 +59,13 @@ def alone(engine: EngineCore, **params: object) -> dict[str, Answer]:
     return {each.id: run(engine, [each])[each.id] for each in requests(**params)}
 
 
-def test_the_class_is_chosen_where_there_is_no_file_and_says_so(laguna: str, tmp_path: Path) -> None:
+def test_transformers_class_is_used_and_noted_without_family_file(laguna: str, tmp_path: Path) -> None:
     engine = engine_of(laguna)
     assert engine.info.notes[0].startswith("transformers' LagunaForCausalLM computes it, on Quire's pages")
     assert "LagunaForCausalLM of transformers" in engine.info.backend, "its fingerprint is another"
     assert engine.info.deterministic
-    ours = engine_of(save_tiny_model(tmp_path, "qwen3"))
-    assert not any("transformers" in note for note in ours.info.notes)
+    native_engine = engine_of(save_tiny_model(tmp_path, "qwen3"))
+    assert not any("transformers" in note for note in native_engine.info.notes)
 
 
 @pytest.mark.few(2)
@@ -79,18 +79,18 @@ def test_the_class_is_chosen_where_there_is_no_file_and_says_so(laguna: str, tmp
         ("phi3-longrope", {"max_position_embeddings": 1024}),
     ],
 )
-def test_a_file_and_a_class_give_the_same_tokens(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+def test_transformers_class_tokens_equal_native_family(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     """Covers windows, soft caps, sinks, a table of positions, and RoPE factors that the served context chooses."""
     path = save_tiny_model(tmp_path, family, **overrides)
     by_file, by_class = engine_of(path), engine_of(path, model_impl="transformers")
     assert "transformers' " in by_class.info.notes[0]
     assert by_class.info.page_groups == by_file.info.page_groups
-    asked = requests()
-    wanted, found = run(by_file, asked), run(by_class, asked)
-    assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
+    new_requests = requests()
+    expected, actual = run(by_file, new_requests), run(by_class, new_requests)
+    assert {name: answer.ids for name, answer in actual.items()} == {name: each.ids for name, each in expected.items()}
 
 
-def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) -> None:
+def test_model_impl_quire_rejects_family_without_file(laguna: str) -> None:
     with pytest.raises(ModelError, match="model_impl: Quire has no implementation of a laguna; it has apertus"):
         engine_of(laguna, model_impl="quire")
 
@@ -109,40 +109,40 @@ def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) 
     ],
     ids=str,
 )
-def test_no_batch_changes_a_bit(options: dict[str, Any], laguna: str) -> None:
+def test_transformers_class_logprobs_do_not_depend_on_batch(options: dict[str, Any], laguna: str) -> None:
     """Neither do chunks, few KV blocks with preemptions, or cached prefixes."""
-    asked = {"temperature": 1.0, "logprobs": 2}
+    params = {"temperature": 1.0, "logprobs": 2}
     roomy = engine_of(laguna, max_num_batched_tokens=256, **options)
-    wanted = alone(roomy, salt="alone", **asked)
-    assert run(roomy, requests(**asked)) == wanted
+    expected = alone(roomy, salt="alone", **params)
+    assert run(roomy, requests(**params)) == expected
     narrow = engine_of(laguna, num_kv_blocks=10, max_model_len=80, **options)
-    assert {name: each.ids for name, each in run(narrow, requests(**asked)).items()} == {
-        name: each.ids for name, each in wanted.items()
+    assert {name: each.ids for name, each in run(narrow, requests(**params)).items()} == {
+        name: each.ids for name, each in expected.items()
     }
     assert narrow.engine_stats.preemptions
-    again = run(roomy, requests(**asked))
+    again = run(roomy, requests(**params))
     assert again["3"].cached_tokens
-    assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in wanted.items()}
+    assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in expected.items()}
 
 
-def test_few_bits_make_the_weights_smaller_and_stay_close(laguna: str) -> None:
+def test_int8_transformers_class_is_smaller_and_close(laguna: str) -> None:
     whole, few = engine_of(laguna), engine_of(laguna, quantization="int8")
     assert few.info.weight_bytes < whole.info.weight_bytes / 2
-    asked = requests(max_tokens=1, prompt_logprobs=0)[-1:]
-    pairs = zip(*(run(each, asked)["3"].prompt_logprobs or [] for each in (whole, few)), strict=True)
+    probe_requests = requests(max_tokens=1, prompt_logprobs=0)[-1:]
+    pairs = zip(*(run(each, probe_requests)["3"].prompt_logprobs or [] for each in (whole, few)), strict=True)
     errors = [abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None]
     assert 0 < sum(errors) / len(errors) < 0.1
 
 
-def test_other_weights_are_checked_and_take_the_place_of_these(laguna: str, tmp_path: Path) -> None:
+def test_replacement_weights_of_transformers_class_are_checked(laguna: str, tmp_path: Path) -> None:
     """The experts are stored one by one, and the class's rules fuse them."""
     shutil.copytree(laguna, tmp_path / "b")
     tensors = {name: tensor * 0.9 for name, tensor in load_file(tmp_path / "b" / "model.safetensors").items()}
     save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     engine, other = engine_of(laguna), EngineConfig(model=laguna, weights=str(tmp_path / "b"), num_kv_blocks=64)
     engine.check_replacement_weights(other)
-    asked = requests(max_tokens=1, logprobs=1)[-1:]
-    assert run(EngineCore(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
+    probe_requests = requests(max_tokens=1, logprobs=1)[-1:]
+    assert run(EngineCore(other), probe_requests)["3"].logprobs != run(engine, probe_requests)["3"].logprobs
     experts = next(name for name in tensors if "experts" in name)
     save_file(tensors | {experts: tensors[experts][:-1].contiguous()}, tmp_path / "b" / "model.safetensors")
     with pytest.raises(ModelError):
@@ -157,15 +157,17 @@ def test_other_weights_are_checked_and_take_the_place_of_these(laguna: str, tmp_
     ],
     ids=["gptq", "fp8"],
 )
-def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
+def test_quantized_checkpoint_in_transformers_class_equals_dense(
     pack: Packer, config: dict[str, Any], bound: float, tmp_path: Path
 ) -> None:
     dense = tmp_path / "dense"
     dense.mkdir()
     save_tiny_class(dense, "olmo")
     packed = quantize_checkpoint(dense, tmp_path / "packed", pack, config)
-    asked = requests(max_tokens=1, prompt_logprobs=0)[-1:]
-    pairs = zip(*(run(engine_of(each), asked)["3"].prompt_logprobs or [] for each in (dense, packed)), strict=True)
+    probe_requests = requests(max_tokens=1, prompt_logprobs=0)[-1:]
+    pairs = zip(
+        *(run(engine_of(each), probe_requests)["3"].prompt_logprobs or [] for each in (dense, packed)), strict=True
+    )
     assert max(abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None) < bound
 
 
@@ -178,22 +180,22 @@ def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str, Any], laguna: str) -> None:
+def test_option_unsupported_by_transformers_class_is_rejected(options: dict[str, Any], laguna: str) -> None:
     field = next(iter(options))
-    with pytest.raises(ConfigError, match=f"{field}: a laguna is computed by transformers' class") as refused:
+    with pytest.raises(ConfigError, match=f"{field}: a laguna is computed by transformers' class") as error:
         engine_of(laguna, **options)
-    assert refused.value.param == field
+    assert error.value.param == field
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [True, False])
-def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: Path) -> None:
+def test_transformers_class_works_as_draft_model_and_target(drafts: bool, laguna: str, tmp_path: Path) -> None:
     """With a native model as the other one. No token changes, and a model's drafts for itself are accepted."""
     path = save_tiny_model(tmp_path, "llama")
     served, guesses = (path, laguna) if drafts else (laguna, path)
     for draft in (guesses, served):
-        asked: dict[str, Any] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-        engine = engine_of(served, always, max_num_batched_tokens=256, speculative_config=asked)
+        speculative_config: dict[str, Any] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+        engine = engine_of(served, always, max_num_batched_tokens=256, speculative_config=speculative_config)
         assert run(engine, requests(logprobs=1)) == run(engine_of(served), requests(logprobs=1))
         sampled, alone = run(engine, requests(temperature=1.0)), run(engine_of(served), requests(temperature=1.0))
         assert {name: each.ids for name, each in sampled.items()} == {name: each.ids for name, each in alone.items()}
@@ -208,17 +210,17 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
         ("doge", "changes its mask"),
     ],
 )
-def test_a_class_that_pages_do_not_serve_is_refused_with_the_reason(kind: str, reason: str, tmp_path: Path) -> None:
+def test_unsupported_transformers_class_is_rejected_with_reason(kind: str, reason: str, tmp_path: Path) -> None:
     save_tiny_class(tmp_path, kind)
-    given = json.loads((tmp_path / "config.json").read_text())
-    assert explain_unsupported_family(given) is not None
+    raw_config = json.loads((tmp_path / "config.json").read_text())
+    assert explain_unsupported_family(raw_config) is not None
     with pytest.raises(ModelError, match=f"Quire does not serve {kind} models"):
         read_model_config(tmp_path)
     with pytest.raises(ModelError, match=reason):
         engine_of(tmp_path, model_impl="transformers")
 
 
-def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
+def test_chunked_attention_class_is_served_within_one_chunk(tmp_path: Path) -> None:
     """Llama 4's class: tokens of one chunk see all tokens before them."""
     save_tiny_class(tmp_path, "llama4_text")
     file = tmp_path / "config.json"
@@ -232,7 +234,7 @@ def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "said"), [(float("nan"), "does not make model.embed_tokens"), ("wide", "expected float, got str")]
 )
-def test_a_number_of_which_the_class_makes_nothing_is_one_line(value: object, said: str, tmp_path: Path) -> None:
+def test_config_value_that_breaks_class_raises_one_line_error(value: object, said: str, tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "gemma4_unified_text")
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"initializer_range": value}))
@@ -240,7 +242,7 @@ def test_a_number_of_which_the_class_makes_nothing_is_one_line(value: object, sa
         engine_of(tmp_path)
 
 
-def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: Path) -> None:
+def test_encoder_decoder_config_is_rejected(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "bart")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"is_encoder_decoder": True}))
@@ -248,7 +250,7 @@ def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: 
         read_model_config(tmp_path)
 
 
-def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) -> None:
+def test_unknown_family_is_rejected_without_running_remote_code(tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}, "vocab_size": 9, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"neither Quire nor a class of transformers .* its own code is not"):
@@ -257,7 +259,7 @@ def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) 
         engine_of(tmp_path, model_impl="transformers")
 
 
-def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_that_ignores_position_ids_is_rejected(laguna: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe at startup detects it: requests in one batch would not have their own positions."""
     from quire.engine.models.transformers_backend import decoder
 
@@ -269,7 +271,7 @@ def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatc
         engine_of(laguna)
 
 
-def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
+def test_class_with_raw_pytorch_matmul_is_noted_batch_dependent(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "dbrx")
     engine = engine_of(tmp_path)
     assert not engine.info.deterministic
@@ -278,15 +280,15 @@ def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
         engine_of(tmp_path, deterministic=True)
 
 
-def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
+def test_probe_attention_finds_window_and_heads_per_layer(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "gemma4_text")
     calls = probe_attention(model_at(tmp_path), 512)
     sliding, full = (24, 16, 2), (None, 32, 2)
-    found = [(each.window, each.head_dim, each.num_kv_heads) for each in calls]
-    assert found == [sliding, sliding, full, sliding, full]
+    actual = [(each.window, each.head_dim, each.num_kv_heads) for each in calls]
+    assert actual == [sliding, sliding, full, sliding, full]
 
 
-def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
+def test_model_sizes_of_mla_class_equal_probed_kv_values(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "axk1")
     sizes = read_model_sizes(json.loads((tmp_path / "config.json").read_text()))
     calls = probe_attention(model_at(tmp_path), 512)
@@ -301,15 +303,15 @@ def model_at(path: Path) -> PreTrainedModel:
     return build_model(json.loads((path / "config.json").read_text()), torch.float32)
 
 
-def causal(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
+def causal_mask(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
-def test_masks_are_read_as_windows_or_refused() -> None:
+def test_window_from_mask_returns_window_or_none() -> None:
     def windowed(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key > query - 24)
 
-    assert window_from_mask(causal, 512) is None
+    assert window_from_mask(causal_mask, 512) is None
     assert window_from_mask(windowed, 512) == 24
     assert window_from_mask(windowed, 20) is None
 
@@ -323,6 +325,6 @@ def test_masks_are_read_as_windows_or_refused() -> None:
     ],
     ids=["chunks", "both", "hole"],
 )
-def test_other_masks_are_refused(mask: MaskFunction) -> None:
+def test_window_from_mask_rejects_other_masks(mask: MaskFunction) -> None:
     with pytest.raises(ModelError, match="neither causal nor a sliding window"):
         window_from_mask(mask, 512)

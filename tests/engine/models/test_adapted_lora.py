@@ -30,13 +30,13 @@ LINEARS: dict[str, tuple[str, ...]] = {
 }
 
 
-def made(path: Path, kind: str) -> Path:
+def save_model(path: Path, kind: str) -> Path:
     path.mkdir()
     save_tiny_class(path, kind)
     return path
 
 
-def whole(path: Path, dtype: torch.dtype = torch.float64) -> Any:
+def load_float64_model(path: Path, dtype: torch.dtype = torch.float64) -> Any:
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **eager).eval()
 
@@ -48,18 +48,19 @@ def spool(root: Path, serving: Any) -> AdapterStore:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LINEARS)
-def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
+def test_lora_on_transformers_class_equals_merged_weights(kind: str, tmp_path: Path) -> None:
     """Bitwise equal in a batch with other adapters and with none, alone, in chunks, and after cached prefixes."""
-    path = made(tmp_path / "model", kind)
+    path = save_model(tmp_path / "model", kind)
     folders = [
-        save_adapter(tmp_path / f"a{rank}", whole(path), rank, targets=LINEARS[kind], seed=rank) for rank in (3, 16)
+        save_adapter(tmp_path / f"a{rank}", load_float64_model(path), rank, targets=LINEARS[kind], seed=rank)
+        for rank in (3, 16)
     ]
     serving = engine(path)
-    kept = spool(tmp_path / "spool", serving)
-    adapters = [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
+    store = spool(tmp_path / "spool", serving)
+    adapters = [None, *(store.add_adapter(folder.name, str(folder)) for folder in folders)]
     requests = [asked(f"r{i}", prompt, adapters[i % 3]) for i, prompt in enumerate(prompts(6))]
     together = run(serving, requests)
-    models = [whole(path), *(merge(whole(path), folder) for folder in folders)]
+    models = [load_float64_model(path), *(merge(load_float64_model(path), folder) for folder in folders)]
     for i, request in enumerate(requests):
         if kind != "roberta":  # roberta's positions begin after its padding
             check(models[i % 3], request.prompt_ids, together[request.id])
@@ -68,11 +69,11 @@ def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
         alone = run(narrow, [request])[request.id]
         assert (alone.ids, alone.logprobs) == (together[request.id].ids, together[request.id].logprobs)
         assert alone.prompt_logprobs == together[request.id].prompt_logprobs
-    few = engine(path, max_num_batched_tokens=16, num_kv_blocks=7, max_model_len=80)
+    small_engine = engine(path, max_num_batched_tokens=16, num_kv_blocks=7, max_model_len=80)
     longer = [asked(each.id, each.prompt_ids, each.adapter, max_tokens=40) for each in requests]
-    wanted = {name: each.ids for name, each in run(serving, longer).items()}
-    assert {name: each.ids for name, each in run(few, longer).items()} == wanted
-    assert few.engine_stats.preemptions
+    expected = {name: each.ids for name, each in run(serving, longer).items()}
+    assert {name: each.ids for name, each in run(small_engine, longer).items()} == expected
+    assert small_engine.engine_stats.preemptions
     again = run(serving, [asked(each.id, each.prompt_ids, each.adapter, prompt_logprobs=None) for each in requests])
     assert any(answer.cached_tokens for answer in again.values())
     assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in together.items()}
@@ -80,22 +81,24 @@ def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
     assert (plain.ids, plain.logprobs) == (together["r0"].ids, together["r0"].logprobs)
 
 
-def test_a_class_of_joined_linears_of_gpt2(tmp_path: Path) -> None:
+def test_lora_on_gpt2_conv1d_class_equals_merged_weights(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "gpt2")
     options = {"fan_in_fan_out": True}
-    folder = save_adapter(tmp_path / "a", whole(path), 8, targets=("c_attn", "c_fc", "c_proj"), seed=3, **options)
+    folder = save_adapter(
+        tmp_path / "a", load_float64_model(path), 8, targets=("c_attn", "c_fc", "c_proj"), seed=3, **options
+    )
     serving = engine(path, model_impl="transformers")
     adapter = spool(tmp_path / "spool", serving).add_adapter("a", str(folder))
     prompt = prompts(3)[2]
-    check(merge(whole(path), folder), prompt, run(serving, [asked("r", prompt, adapter)])["r"])
+    check(merge(load_float64_model(path), folder), prompt, run(serving, [asked("r", prompt, adapter)])["r"])
 
 
-def test_what_peft_writes_and_computes(tmp_path: Path) -> None:
+def test_peft_adapter_on_transformers_class_equals_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    path = made(tmp_path / "model", "olmo")
+    path = save_model(tmp_path / "model", "olmo")
     config = peft.LoraConfig(r=5, lora_alpha=12, init_lora_weights=False, target_modules="all-linear", use_rslora=True)
     torch.manual_seed(3)
-    adapted = peft.get_peft_model(whole(path, torch.float32), config)
+    adapted = peft.get_peft_model(load_float64_model(path, torch.float32), config)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -108,21 +111,23 @@ def test_what_peft_writes_and_computes(tmp_path: Path) -> None:
         check(adapted.eval().double(), request.prompt_ids, answers[request.id])
 
 
-def test_an_llm_serves_them_and_others_are_refused(tmp_path: Path) -> None:
+def test_llm_serves_lora_on_class_and_rejects_unknown_tensors(tmp_path: Path) -> None:
     """Adapters of other models and of embeddings are rejected by the tensor's name."""
-    path = made(tmp_path / "model", "laguna")
+    path = save_model(tmp_path / "model", "laguna")
     llm = LLM(str(path), num_kv_blocks=32, enable_lora=True, skip_tokenizer_init=True)
-    base, params = whole(path), SamplingParams(max_tokens=4, temperature=0)
+    base, params = load_float64_model(path), SamplingParams(max_tokens=4, temperature=0)
     folder = save_adapter(tmp_path / "good", base, 4, targets=("q_proj",), seed=1)
     prompt = {"prompt_token_ids": list(range(3, 20))}
-    with_it = llm.generate(prompt, params, lora_request=LoRARequest("good", 1, str(folder)))[0].outputs[0].token_ids
-    assert with_it != llm.generate(prompt, params)[0].outputs[0].token_ids
-    for name, targets, said in (
+    adapted_tokens = (
+        llm.generate(prompt, params, lora_request=LoRARequest("good", 1, str(folder)))[0].outputs[0].token_ids
+    )
+    assert adapted_tokens != llm.generate(prompt, params)[0].outputs[0].token_ids
+    for name, targets, message in (
         ("embedding", ("embed_tokens",), "embed_tokens.lora_embedding_A' is no adapter's tensor"),
         ("other", ("w1",), "w1.lora_A.weight' is no adapter's tensor"),
     ):
         model = base if name == "embedding" else torch.nn.ModuleDict({"w1": torch.nn.Linear(4, 4)})
         folder = save_adapter(tmp_path / name, model, 4, targets=targets)
-        with pytest.raises(AdapterError, match=said):
+        with pytest.raises(AdapterError, match=message):
             llm.generate(prompt, params, lora_request=LoRARequest(name, 2, str(folder)))
     llm.close()

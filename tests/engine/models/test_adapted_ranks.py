@@ -30,7 +30,7 @@ KINDS = ["laguna", "olmo", "mimo_v2_flash", "gemma4_unified_text", "axk1", "hy_v
 """These have experts, soft caps, sinks, heads of several sizes, and MLA."""
 
 
-def made(path: Path, kind: str) -> Path:
+def save_model(path: Path, kind: str) -> Path:
     path.mkdir()
     save_tiny_class(path, kind)
     return path
@@ -39,27 +39,27 @@ def made(path: Path, kind: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
-    path = made(tmp_path / "model", kind)
+def test_tensor_parallel_transformers_class_equals_single_process(kind: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", kind)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, 2, **SMALL)
     assert divided.info.deterministic
-    found = run(divided, asked())
-    assert_same(found, expected)
+    actual = run(divided, asked())
+    assert_same(actual, expected)
     for each in asked():  # promise 2 (batch invariance), at this number of ranks
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+        assert (alone.ids, alone.logprobs) == (actual[each.id].ids, actual[each.id].logprobs)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}], ids=str)
-def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+def test_tensor_parallel_class_with_lora_or_quantization(options: dict[str, Any], tmp_path: Path) -> None:
     """LoRA gives the answers of one rank. With quantization, each rank quantizes its own part, and tokens are
     batch-invariant.
     """
-    path = made(tmp_path / "model", "laguna")
+    path = save_model(tmp_path / "model", "laguna")
     base = AutoModelForCausalLM.from_pretrained(path)
     folder = save_adapter(tmp_path / "a", base, 8, targets=("q_proj", "o_proj", "lm_head"), seed=5)
     settings = {"enable_lora": True, "max_lora_rank": 8, "num_kv_blocks": 64}
@@ -88,16 +88,18 @@ def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
         ("longcat_flash", 2, "its tensor-parallel plan"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_the_reason(kind: str, ranks: int, said: str, tmp_path: Path) -> None:
-    path = made(tmp_path / "model", kind)
+def test_class_that_ranks_cannot_divide_is_rejected_with_reason(
+    kind: str, ranks: int, said: str, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model", kind)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: .*{said}"):
         engine(path, ranks, num_kv_blocks=64)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks' processes are Linux's")
 @pytest.mark.slow
-def test_a_family_of_ours_by_its_class_on_processes(tmp_path: Path) -> None:
+def test_two_processes_of_transformers_class_equal_single_process(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     options: dict[str, Any] = {"num_kv_blocks": 64, "dtype": "float32", "model_impl": "transformers"}
-    found = run(EngineCore(EngineConfig(model=str(path), tensor_parallel_size=2, **options)), asked())
-    assert_same(found, run(EngineCore(EngineConfig(model=str(path), **options)), asked()))
+    actual = run(EngineCore(EngineConfig(model=str(path), tensor_parallel_size=2, **options)), asked())
+    assert_same(actual, run(EngineCore(EngineConfig(model=str(path), **options)), asked()))

@@ -24,11 +24,11 @@ LENGTHS = (1, 2, 7, 16, 33, 50, 64, 90)
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     common = torch.randint(3, VOCAB, (40,), generator=generator).tolist()
-    own = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-    return own + [common + each for each in own[:3]]
+    distinct = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    return distinct + [common + each for each in distinct[:3]]
 
 
-def pooled(path: Path, prompt: list[int], mode: str) -> np.ndarray:
+def pooled_hidden_state(path: Path, prompt: list[int], mode: str) -> np.ndarray:
     model = AutoModel.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         hidden = model(torch.tensor([prompt])).last_hidden_state[0]
@@ -40,29 +40,29 @@ def normalized(vector: np.ndarray) -> np.ndarray:
 
 
 def start(path: Path, **options: object) -> EngineCore:
-    told = "auto" if (path / "modules.json").exists() else "last"
-    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 300, "pooling_type": told, **options}))
+    pooling_type = "auto" if (path / "modules.json").exists() else "last"
+    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 300, "pooling_type": pooling_type, **options}))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3", "lfm2", "qwen3_5"])
-def test_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:
+def test_decoder_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     write_modules(path, pooling_module(64, mode), NORMALIZE)
-    wanted = [normalized(pooled(path, prompt, mode)) for prompt in prompts()]
+    expected = [normalized(pooled_hidden_state(path, prompt, mode)) for prompt in prompts()]
     for backend in ("cpu", "reference"):
         engine = start(path, attention_backend=backend)
         assert engine.info.tasks == ("generate", "embed")
-        found = vectors(engine, prompts())
-        for i, vector in enumerate(found):
-            assert vector == pytest.approx(wanted[i], abs=1e-4), f"{backend}, prompt {i}"
+        actual = vectors(engine, prompts())
+        for i, vector in enumerate(actual):
+            assert vector == pytest.approx(expected[i], abs=1e-4), f"{backend}, prompt {i}"
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
-def test_a_vector_does_not_depend_on_what_else_runs(mode: str, dtype: str, tmp_path: Path) -> None:
+def test_decoder_embedding_does_not_depend_on_batch(mode: str, dtype: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
     options = {"pooling_type": mode, "dtype": dtype}
     engine = start(path, **options)
@@ -74,47 +74,49 @@ def test_a_vector_does_not_depend_on_what_else_runs(mode: str, dtype: str, tmp_p
     others = [request(f"t{i}", prompt, max_tokens=30, temperature=1.0) for i, prompt in enumerate(prompts())]
     assert same(vectors(together, prompts(), others=others), alone), "beside answers"
     assert same(vectors(start(path, **options, max_num_batched_tokens=7), prompts()), alone), "in chunks of 7 tokens"
-    few = start(path, **options, num_kv_blocks=14, max_model_len=200, max_num_batched_tokens=64)
-    assert same(vectors(few, prompts(), others=others), alone), "preempted"
-    assert few.engine_stats.preemptions > 0
+    small_engine = start(path, **options, num_kv_blocks=14, max_model_len=200, max_num_batched_tokens=64)
+    assert same(vectors(small_engine, prompts(), others=others), alone), "preempted"
+    assert small_engine.engine_stats.preemptions > 0
 
 
-def test_vectors_leave_answers_as_they_are(tmp_path: Path) -> None:
+def test_pooling_requests_do_not_change_generated_tokens(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    asked = [request(f"t{i}", prompt, max_tokens=20, prompt_logprobs=1) for i, prompt in enumerate(prompts())]
-    alone = run(start(path), asked)
+    generation_requests = [
+        request(f"t{i}", prompt, max_tokens=20, prompt_logprobs=1) for i, prompt in enumerate(prompts())
+    ]
+    alone = run(start(path), generation_requests)
     engine = start(path, max_num_batched_tokens=50)
-    for each in asked:
+    for each in generation_requests:
         engine.add_request(each)
-    found: dict[str, list[int]] = {each.id: [] for each in asked}
+    tokens: dict[str, list[int]] = {each.id: [] for each in generation_requests}
     for index, prompt in enumerate(prompts()):
         engine.add_request(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=PoolingParams(), seed=0))
     while engine.has_work:
         for output in engine.step():
             assert output.error is None
-            if output.id in found:
-                found[output.id] += output.new_ids
+            if output.id in tokens:
+                tokens[output.id] += output.new_ids
                 if output.prompt_logprobs is not None:
                     assert output.prompt_logprobs == alone[output.id].prompt_logprobs
-    assert found == {name: answer.ids for name, answer in alone.items()}
+    assert tokens == {name: answer.ids for name, answer in alone.items()}
 
 
-def test_dimensions_are_cut_before_the_vector_is_scaled(tmp_path: Path) -> None:
+def test_embedding_dimensions_are_truncated_before_normalization(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     engine, prompt = start(path), prompts()[4]
-    raw = pooled(path, prompt, "last")
-    asked = [
+    raw = pooled_hidden_state(path, prompt, "last")
+    params = [
         PoolingParams(dimensions=10),
         PoolingParams(dimensions=10, activation=False),
         PoolingParams(activation=False),
     ]
-    cut, cut_raw, whole_raw = vectors(engine, [prompt] * 3, asked)
+    cut, cut_raw, whole_raw = vectors(engine, [prompt] * 3, params)
     assert cut == pytest.approx(normalized(raw[:10]), abs=1e-4)
     assert cut_raw == pytest.approx(raw[:10], abs=2e-4)
     assert whole_raw == pytest.approx(raw, abs=2e-4)
 
 
-def test_dense_modules_follow_the_pooling(tmp_path: Path) -> None:
+def test_dense_module_is_applied_after_pooling(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     dense = {
         "in_features": 64,
@@ -126,13 +128,13 @@ def test_dense_modules_follow_the_pooling(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     weight, bias = torch.randn(24, 64, generator=generator) / 8, torch.randn(24, generator=generator)
     save_file({"linear.weight": weight, "linear.bias": bias}, path / "2_Dense" / "model.safetensors")
-    found = vectors(start(path), prompts())
-    for prompt, vector in zip(prompts(), found, strict=True):
-        wanted = np.tanh(weight.numpy() @ pooled(path, prompt, "mean") + bias.numpy())
-        assert vector == pytest.approx(wanted, abs=1e-4), "not scaled: there is no Normalize module"
+    actual = vectors(start(path), prompts())
+    for prompt, vector in zip(prompts(), actual, strict=True):
+        expected = np.tanh(weight.numpy() @ pooled_hidden_state(path, prompt, "mean") + bias.numpy())
+        assert vector == pytest.approx(expected, abs=1e-4), "not scaled: there is no Normalize module"
 
 
-def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> None:
+def test_checkpoint_without_lm_head_serves_embed_only(tmp_path: Path) -> None:
     """Qwen3-Embedding and E5-Mistral are saved like this: tensor names lack `model.`."""
     whole = save_tiny_model(tmp_path / "whole", "mistral-window")
     AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "body")
@@ -147,7 +149,7 @@ def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("options", [{"runner": "generate"}, {"pooling_type": "auto"}])
-def test_a_chat_model_by_itself_makes_no_vectors(options: dict[str, str], tmp_path: Path) -> None:
+def test_generation_model_rejects_embedding_request(options: dict[str, str], tmp_path: Path) -> None:
     engine = start(save_tiny_model(tmp_path, "llama"), **options)
     engine.add_request(EngineCoreRequest(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
     assert [output.error for output in engine.step()] == ["the model serves generate, not embed"]
@@ -164,14 +166,14 @@ def test_sequence_classification_equals_transformers(labels: int, tmp_path: Path
     assert engine.info.tasks == ("classify",)
     with torch.inference_mode():
         logits = torch.cat([model(torch.tensor([prompt])).logits for prompt in prompts()])
-    wanted = logits.sigmoid() if labels == 1 else logits.softmax(-1)
-    found = vectors(engine, prompts(), PoolingParams(task="classify"))
-    assert np.stack(found) == pytest.approx(wanted.numpy(), abs=1e-4)
+    expected = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+    actual = vectors(engine, prompts(), PoolingParams(task="classify"))
+    assert np.stack(actual) == pytest.approx(expected.numpy(), abs=1e-4)
     raw = vectors(engine, prompts(), PoolingParams(task="classify", activation=False))
     assert np.stack(raw) == pytest.approx(logits.numpy(), abs=1e-4)
 
 
-def test_files_that_cannot_be_served_are_named(tmp_path: Path) -> None:
+def test_unsupported_sentence_transformers_modules_are_named_in_error(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     write_modules(path, pooling_module(64, "mean"), ("2_LayerNorm", "LayerNorm", {}))
     with pytest.raises(ConfigError, match=r"modules\.json: LayerNorm is not supported"):

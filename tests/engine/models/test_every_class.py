@@ -17,15 +17,15 @@ pinned = pytest.mark.skipif(
 @pinned
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_class_comes_out_as_the_table_says(kind: str) -> None:
-    found, wanted = outcome(kind), recorded()[kind]
-    assert (found.by, found.apart) == (wanted.by, wanted.apart)
+def test_transformers_class_outcome_equals_support_table(kind: str) -> None:
+    actual, expected = outcome(kind), recorded()[kind]
+    assert (actual.by, actual.apart) == (expected.by, expected.apart)
     # Whether a small model of the class can be made may depend on other installed packages.
-    assert found.reason == wanted.reason or "no small model" in wanted.reason
+    assert actual.reason == expected.reason or "no small model" in expected.reason
 
 
 @pinned
-def test_tables_hold_every_class_and_agree() -> None:
+def test_class_support_tables_hold_every_class() -> None:
     outcomes = [recorded()[kind] for kind in KINDS]
     assert TABLE.read_text(encoding="utf-8") == as_table(outcomes)
     assert sum(bool(each.by) for each in outcomes) >= 120

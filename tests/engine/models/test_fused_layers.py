@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fused_layers_give_the_same_bits(
+def test_fused_layers_equal_unfused_layers_bitwise(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not CpuBackend().prefers_native_linear(getattr(torch, dtype)):
@@ -30,10 +30,10 @@ def test_fused_layers_give_the_same_bits(
 
     def answers() -> list[tuple[list[int], list[float]]]:
         engine = EngineCore(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
-        asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
-        found = run(engine, asked)
+        requests = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
+        outputs = run(engine, requests)
         assert (engine.executor._model._recorded_layers[1] is None) == (not fused)
-        return [(found[r.id].ids, [each.logprob for each in found[r.id].logprobs]) for r in asked]
+        return [(outputs[r.id].ids, [each.logprob for each in outputs[r.id].logprobs]) for r in requests]
 
     fused = True
     together = answers()

@@ -27,7 +27,7 @@ def spec_of(path: Path, raw: dict[str, Any]) -> DecoderSpec:
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
-def test_files_of_transformers_4_mean_the_same(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_gemma3_config_of_transformers_4_gives_same_spec(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     """gemma-3-1b-it's keys: two thetas, a scaling for one of them, and no layer_types."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 13, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 99, "sliding_window": 20}
@@ -43,7 +43,7 @@ def test_files_of_transformers_4_mean_the_same(scaling: dict[str, Any] | None, t
     assert kinds == (["default"] * 5 + ["linear" if scaling else "default"]) * 2 + ["default"]
 
 
-def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
+def test_gemma2_config_without_layer_types_alternates_windows(tmp_path: Path) -> None:
     saved = json.loads(AutoConfig.for_model("gemma2").to_json_string(use_diff=False))
     raw = {key: value for key, value in saved.items() if key not in ("layer_types", "tie_word_embeddings")}
     spec = spec_of(tmp_path, raw)
@@ -54,7 +54,7 @@ def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
     assert (first.scale, first.softcap, spec.logit_softcap, spec.tie_embeddings) == (1 / 16, 50.0, 30.0, True)
 
 
-def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
+def test_gemma3_vision_config_with_omitted_fields_gives_text_spec(tmp_path: Path) -> None:
     """gemma-3-4b-it's config omits transformers' defaults, and its decoder is its text_config."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
@@ -67,7 +67,7 @@ def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
     assert (first.num_heads, first.num_kv_heads, first.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
 
 
-def test_a_gate_that_is_not_known_and_an_encoder_are_refused(tmp_path: Path) -> None:
+def test_unsupported_gemma3_activation_or_bidirectional_is_rejected(tmp_path: Path) -> None:
     saved = AutoConfig.for_model("gemma3_text").to_dict()
     with pytest.raises(ModelError, match="hidden_act 'relu'"):
         spec_of(tmp_path, saved | {"hidden_activation": "relu"})
@@ -75,7 +75,7 @@ def test_a_gate_that_is_not_known_and_an_encoder_are_refused(tmp_path: Path) -> 
         spec_of(tmp_path, saved | {"use_bidirectional_attention": True})
 
 
-def test_the_scale_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path) -> None:
+def test_gemma_embedding_scale_is_rounded_as_in_transformers(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma3", dtype=torch.bfloat16, hidden_size=96)
     embedding = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.embed_tokens
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8))

@@ -44,7 +44,7 @@ def skip_without_our_linears() -> None:
         pytest.skip(MISSING or "linears are oneDNN's on this machine")
 
 
-def unequal(spec: DecoderSpec) -> DecoderSpec:
+def with_unequal_layers(spec: DecoderSpec) -> DecoderSpec:
     """Give each layer its own heads, head sizes, windows, RoPE, norms, biases and MLPs."""
     attention = {
         "head_dim": [16, 32, 64],
@@ -95,7 +95,7 @@ class Gate(Sublayer):
 build_sublayer.register(GateSpec, Gate)
 
 
-def gated(spec: DecoderSpec) -> DecoderSpec:
+def with_gates(spec: DecoderSpec) -> DecoderSpec:
     """Put a gate before attention in the first layer, after it in the second, and at the end of the last."""
     gate = GateSpec(NormSpec(1e-5))
     first, second, third = spec.layers
@@ -168,7 +168,7 @@ class LeakyMixer(MatrixStateMixer):
 build_sublayer.register(LeakyRecurrenceSpec, LeakyMixer)
 
 
-def recurrent(spec: DecoderSpec) -> DecoderSpec:
+def with_leaky_recurrence(spec: DecoderSpec) -> DecoderSpec:
     """Replace the first layer's attention by a leaky recurrence."""
     part = LeakyRecurrenceSpec(num_heads=2, key_dim=1, value_dim=16, conv_width=1, norm=NormSpec(1e-5))
     return spec.with_mixers([part, *[None] * (spec.num_layers - 1)])
@@ -181,48 +181,46 @@ def answers(
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 40)]
     options = {"num_kv_blocks": 64, "load_format": "dummy", "max_num_batched_tokens": 24} | options
     engine = EngineCore(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
-    asked = [request(str(i), prompt, max_tokens=4, logprobs=0) for i, prompt in enumerate(prompts)]
-    found = run(engine, asked)
-    return engine, [(found[each.id].ids, [token.logprob for token in found[each.id].logprobs]) for each in asked]
+    requests = [request(str(i), prompt, max_tokens=4, logprobs=0) for i, prompt in enumerate(prompts)]
+    outputs = run(engine, requests)
+    return engine, [(outputs[each.id].ids, [token.logprob for token in outputs[each.id].logprobs]) for each in requests]
 
 
-@pytest.mark.parametrize("alter", [unequal, gated])
-def test_any_layers(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alter", [with_unequal_layers, with_gates])
+def test_custom_layers_equal_reference_backend(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_our_linears()
-    plain = device_plan.decoder_spec
-    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: alter(plain(config)))
+    original_spec = device_plan.decoder_spec
+    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: alter(original_spec(config)))
     path = save_tiny_model(tmp_path, "llama")
     engine, together = answers(path, "cpu", "bfloat16")
     assert engine.executor._model._recorded_layers[1] is not None
     _, exact = answers(path, "cpu", "float32")
-    _, judged = answers(path, "reference", "float32")
-    for (ids, logprobs), (right, expected) in zip(exact, judged, strict=True):
+    _, reference = answers(path, "reference", "float32")
+    for (ids, logprobs), (right, expected) in zip(exact, reference, strict=True):
         assert ids == right
         assert logprobs == pytest.approx(expected, abs=1e-4)
     monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     assert answers(path, "cpu", "bfloat16")[1] == together
 
 
-def test_a_recurrence_without_a_kernel_is_computed_by_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrence_without_kernel_runs_on_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_our_linears()
-    plain = device_plan.decoder_spec
-    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: recurrent(plain(config)))
+    original_spec = device_plan.decoder_spec
+    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: with_leaky_recurrence(original_spec(config)))
     path = save_tiny_model(tmp_path, "llama")
     engine, together = answers(path, "cpu", "bfloat16")
     assert engine.executor._model._recorded_layers[1] is None
     assert answers(path, "cpu", "bfloat16", max_num_batched_tokens=64)[1] == together
     _, exact = answers(path, "cpu", "float32")
-    _, judged = answers(path, "reference", "float32")
-    for (ids, logprobs), (right, expected) in zip(exact, judged, strict=True):
+    _, reference = answers(path, "reference", "float32")
+    for (ids, logprobs), (right, expected) in zip(exact, reference, strict=True):
         assert ids == right
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_page_has_what_each_layer_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = device_plan.decoder_spec
-    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: unequal(plain(config)))
+def test_kv_block_bytes_sum_over_unequal_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original_spec = device_plan.decoder_spec
+    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: with_unequal_layers(original_spec(config)))
     path = save_tiny_model(tmp_path, "llama")
     engine, _ = answers(path, "reference", "float32", num_kv_blocks=None, kv_cache_memory=0.01)
     token = 2 * (2 * 16 + 1 * 32 + 3 * 64) * 4

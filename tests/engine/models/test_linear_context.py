@@ -26,7 +26,7 @@ KEPT = torch.tensor([2, 5])
 LINEARS = ("qkv", "out", "gate_up", "down")
 
 
-class Told(ReferenceBackend):
+class RecordingBackend(ReferenceBackend):
     """Records the context that each linear receives, in call order."""
 
     def __init__(self) -> None:
@@ -59,19 +59,19 @@ def run(backend: ReferenceBackend, path: Path, adapters: Tensor | None) -> Tenso
     return model.forward(torch.arange(TOKENS), metadata, kv_cache_by_layer(model, allocate_kv_blocks(model, 4)), KEPT)
 
 
-def test_linears_are_told_the_adapters_of_their_rows(tmp_path: Path) -> None:
-    adapters, backend = torch.arange(TOKENS) * 10, Told()
+def test_linears_receive_adapter_slots_of_their_rows(tmp_path: Path) -> None:
+    adapters, backend = torch.arange(TOKENS) * 10, RecordingBackend()
     run(backend, save_tiny_model(tmp_path, "llama", num_hidden_layers=2), adapters)
-    whole, kept = adapters.tolist(), adapters[KEPT].tolist()
-    told = [
+    all_slots, kept_slots = adapters.tolist(), adapters[KEPT].tolist()
+    actual = [
         (rows, context.adapter_slots.tolist())
         for rows, context in backend.contexts
         if context.adapter_slots is not None
     ]
-    assert told == [(TOKENS, whole)] * (len(LINEARS) + 1) + [(len(KEPT), kept)] * (len(LINEARS) - 1)
+    assert actual == [(TOKENS, all_slots)] * (len(LINEARS) + 1) + [(len(KEPT), kept_slots)] * (len(LINEARS) - 1)
 
 
-def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_fused_with_adapter_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CpuBackend()
     if backend.missing_reason:
         pytest.skip(backend.missing_reason)
@@ -80,11 +80,11 @@ def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytes
     path, calls = save_tiny_model(tmp_path, "llama"), []
     recorded = backend.record_layers
 
-    def counted(*arguments: object, **options: object) -> object:
+    def record_and_count(*arguments: object, **options: object) -> object:
         together = recorded(*arguments, **options)
         return lambda *step: calls.append(len(step)) or together(*step)
 
-    monkeypatch.setattr(backend, "record_layers", counted)
+    monkeypatch.setattr(backend, "record_layers", record_and_count)
     fused = run(backend, path, None)
     assert calls
     calls.clear()

@@ -22,16 +22,16 @@ def prompt(length: int) -> list[int]:
 
 def check(model: torch.nn.Module, path: Path, length: int, **options: int) -> None:
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32, dtype="float32", **options))
-    found = run(engine, [request("a", prompt(length), max_tokens=1, prompt_logprobs=0)])["a"].prompt_logprobs
+    prompt_logprobs = run(engine, [request("a", prompt(length), max_tokens=1, prompt_logprobs=0)])["a"].prompt_logprobs
     with torch.inference_mode():
         rows = model(input_ids=torch.tensor([prompt(length)])).logits[0].log_softmax(-1)
     expected = [rows[at, token].item() for at, token in enumerate(prompt(length)[1:])]
-    assert found is not None
-    assert [each.logprob for each in found[1:] if each is not None] == pytest.approx(expected, abs=1e-4)
+    assert prompt_logprobs is not None
+    assert [each.logprob for each in prompt_logprobs[1:] if each is not None] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("length", "options"), [(90, {}), (60, {"max_model_len": 64})])
-def test_the_served_context_chooses_the_factors(length: int, options: dict[str, int], tmp_path: Path) -> None:
+def test_longrope_factors_are_chosen_by_max_model_len(length: int, options: dict[str, int], tmp_path: Path) -> None:
     """transformers takes the long factors for inputs beyond the original context, the short ones for others."""
     path = save_tiny_model(
         tmp_path, "phi3", rope_parameters=LONGROPE | {"original_max_position_embeddings": 64, "factor": None}
@@ -39,7 +39,7 @@ def test_the_served_context_chooses_the_factors(length: int, options: dict[str, 
     check(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), path, length, **options)
 
 
-def test_the_text_part_of_mistral_3(tmp_path: Path) -> None:
+def test_mistral3_text_model_logprobs_equal_transformers(tmp_path: Path) -> None:
     torch.manual_seed(1)
     text = SHAPE | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": QUERY_SCALES}
     config = AutoConfig.for_model("mistral3", text_config=text, vision_config=TOWER | {"model_type": "pixtral"})

@@ -58,77 +58,77 @@ def theirs(path: Path, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mxfp4_is_what_transformers_makes_of_it(backend: str, tmp_path: Path) -> None:
+def test_mxfp4_gpt_oss_logprobs_equal_transformers(backend: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "dense", "gpt_oss")
     packed, prompt = stack_mxfp4(folder, tmp_path / "packed"), prompts()[4]
     stored, dense = load_file(packed / "model.safetensors"), load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.experts.gate_up_proj"
     numbers = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
     assert torch.equal(numbers, dense[name])
-    asked = request("a", prompt, max_tokens=1, prompt_logprobs=0)
-    made = engine(packed, attention_backend=backend, dtype="float32")
-    found, wanted = row(run(made, [asked])["a"]), theirs(folder, prompt)
-    assert made.info.quantization.startswith("mxfp4, 4 bits")
+    requests = request("a", prompt, max_tokens=1, prompt_logprobs=0)
+    served = engine(packed, attention_backend=backend, dtype="float32")
+    actual, expected = row(run(served, [requests])["a"]), theirs(folder, prompt)
+    assert served.info.quantization.startswith("mxfp4, 4 bits")
     whole = engine(folder, attention_backend=backend, dtype="float32").info.weight_bytes
-    assert made.info.weight_bytes < 0.5 * whole, "experts are read as they are stored"
+    assert served.info.weight_bytes < 0.5 * whole, "experts are read as they are stored"
     if backend == "reference":
-        assert found == pytest.approx(wanted, abs=1e-4)
+        assert actual == pytest.approx(expected, abs=1e-4)
     else:  # the CPU backend rounds the activations of 4-bit weights to 8 bits
-        assert (found - wanted).abs().mean() < 0.05
+        assert (actual - expected).abs().mean() < 0.05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_half_precision_is_close(family: str, backend: str, tmp_path: Path) -> None:
+def test_bfloat16_moe_logprobs_are_close_to_float32(family: str, backend: str, tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path, family, dtype=torch.bfloat16), prompts()[4]
-    made = engine(path, attention_backend=backend)
-    assert made.info.dtype == "bfloat16"
-    found = row(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
-    assert (found - theirs(path, prompt)).abs().mean() < 0.05
+    served = engine(path, attention_backend=backend)
+    assert served.info.dtype == "bfloat16"
+    actual = row(run(served, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
+    assert (actual - theirs(path, prompt)).abs().mean() < 0.05
 
 
 @compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_together_chunked_cached_and_preempted_are_the_same(
+def test_mxfp4_outputs_do_not_depend_on_batching_or_preemption(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = stack_mxfp4(save_tiny_model(tmp_path / "dense", "gpt_oss", dtype=torch.bfloat16), tmp_path / "packed")
-    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+    requests = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, dtype=dtype)
 
     def answers(some: EngineCore) -> dict[str, tuple[list[int], list[float]]]:
-        return {name: told(each) for name, each in run(some, asked).items()}
+        return {name: told(each) for name, each in run(some, requests).items()}
 
-    wanted = answers(together)
+    expected = answers(together)
     assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().prefers_native_linear(
         getattr(torch, dtype)
     )
-    again = run(together, asked)
+    again = run(together, requests)
     assert any(each.cached_tokens for each in again.values())
-    assert {name: told(each) for name, each in again.items()} == wanted
+    assert {name: told(each) for name, each in again.items()} == expected
     alone = engine(path, dtype=dtype, enable_prefix_caching=False)
-    for each in asked:
-        assert told(run(alone, [each])[each.id]) == wanted[each.id]
-    assert answers(engine(path, dtype=dtype, max_num_batched_tokens=7)) == wanted
-    few = engine(path, dtype=dtype, num_kv_blocks=12, max_model_len=128)
-    assert answers(few) == wanted
-    assert few.engine_stats.preemptions > 0
-    guess = {"method": "ngram", "num_speculative_tokens": 3}
-    assert answers(engine(path, dtype=dtype, speculative_config=guess)) == wanted
+    for each in requests:
+        assert told(run(alone, [each])[each.id]) == expected[each.id]
+    assert answers(engine(path, dtype=dtype, max_num_batched_tokens=7)) == expected
+    small_engine = engine(path, dtype=dtype, num_kv_blocks=12, max_model_len=128)
+    assert answers(small_engine) == expected
+    assert small_engine.engine_stats.preemptions > 0
+    speculative_config = {"method": "ngram", "num_speculative_tokens": 3}
+    assert answers(engine(path, dtype=dtype, speculative_config=speculative_config)) == expected
     monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
-    assert answers(engine(path, dtype=dtype)) == wanted
+    assert answers(engine(path, dtype=dtype)) == expected
 
 
-def test_a_smaller_mixture_drafts(tmp_path: Path) -> None:
+def test_moe_draft_model_does_not_change_tokens(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "whole", "gpt_oss")
     small = save_tiny_model(tmp_path / "small", "qwen3-moe", num_hidden_layers=2)
-    asked = [request(str(i), prompt, max_tokens=16) for i, prompt in enumerate(prompts()[:3])]
-    guess = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
-    plain, drafted = run(engine(path), asked), run(engine(path, speculative_config=guess), asked)
+    requests = [request(str(i), prompt, max_tokens=16) for i, prompt in enumerate(prompts()[:3])]
+    speculative_config = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
+    plain, drafted = run(engine(path), requests), run(engine(path, speculative_config=speculative_config), requests)
     assert [each.ids for each in drafted.values()] == [each.ids for each in plain.values()]
 
 
-def test_adapters_of_attention_are_served_and_those_of_experts_named(tmp_path: Path) -> None:
+def test_lora_on_moe_attention_is_served_and_on_experts_rejected(tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path / "model", "gpt_oss"), prompts()[3]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     folder = save_adapter(tmp_path / "a", base, 4, targets=("q_proj", "v_proj", "o_proj"), seed=4)
@@ -136,24 +136,24 @@ def test_adapters_of_attention_are_served_and_those_of_experts_named(tmp_path: P
     (tmp_path / "spool").mkdir()
     adapter = AdapterStore(tmp_path / "spool", modules, 8).add_adapter("a", str(folder))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    asked = [
+    requests = [
         EngineCoreRequest(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)
     ]
     served = engine(path, dtype="float32", enable_lora=True, max_lora_rank=8)
-    plain, adapted = run(served, asked).values()
+    plain, adapted = run(served, requests).values()
     assert row(plain) == pytest.approx(theirs(path, prompt), abs=1e-4)
     with torch.inference_mode():
         logprobs = merge(base, folder)(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-    wanted = logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]
-    assert row(adapted) == pytest.approx(wanted, abs=1e-4)
+    expected = logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+    assert row(adapted) == pytest.approx(expected, abs=1e-4)
     assert (row(adapted) - row(plain)).abs().max() > 0.1
-    part = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
-    save_file({part: torch.zeros(4, 64)}, folder / "adapter_model.safetensors")
+    tensor_name = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
+    save_file({tensor_name: torch.zeros(4, 64)}, folder / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"experts\.0\.up_proj.*adapters of experts are not served"):
         read_adapter_specs(folder, modules, 8)
 
 
-def test_other_weights_are_checked_by_their_headers(tmp_path: Path) -> None:
+def test_check_weights_rejects_mxfp4_tensor_of_wrong_shape(tmp_path: Path) -> None:
     path = stack_mxfp4(save_tiny_model(tmp_path / "dense", "gpt_oss"), tmp_path / "packed")
     config, checkpoint = read_model_config(path), engine(path)._expected_weights
     check_weights(checkpoint, config, path, path)
@@ -175,7 +175,7 @@ def test_other_weights_are_checked_by_their_headers(tmp_path: Path) -> None:
         ("gpt_oss", {"num_local_experts": 4}, r"the model does not have|has shape"),
     ],
 )
-def test_a_config_that_contradicts_is_named(family: str, change: dict, says: str, tmp_path: Path) -> None:
+def test_contradictory_moe_config_is_named_in_error(family: str, change: dict, says: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | change))

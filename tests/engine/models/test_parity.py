@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+def transformers_answer(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """transformers' greedy tokens, and logprobs [tokens, vocab] of all positions of prompt and answer, in float64."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     with torch.inference_mode():
@@ -39,8 +39,8 @@ def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
-    within = 3e-4 if family.startswith(SCANS) else 5e-5
-    wanted = [expected(path, prompt) for prompt in prompts()]
+    tolerance = 3e-4 if family.startswith(SCANS) else 5e-5
+    expected_answers = [transformers_answer(path, prompt) for prompt in prompts()]
     for backend in BACKENDS:
         engine = EngineCore(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
         answers = run(
@@ -50,20 +50,20 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
                 for i, prompt in enumerate(prompts())
             ],
         )
-        for i, (prompt, (tokens, logprobs)) in enumerate(zip(prompts(), wanted, strict=True)):
+        for i, (prompt, (tokens, logprobs)) in enumerate(zip(prompts(), expected_answers, strict=True)):
             answer = answers[str(i)]
             assert answer.ids == tokens, f"{backend}, prompt of {len(prompt)}"
             assert answer.prompt_logprobs is not None
             assert answer.prompt_logprobs[0] is None
-            found = answer.prompt_logprobs[1:] + answer.logprobs
-            for position, logprob in enumerate(found):
+            actual = answer.prompt_logprobs[1:] + answer.logprobs
+            for position, logprob in enumerate(actual):
                 assert logprob is not None
                 row = logprobs[position]
-                assert logprob.logprob == pytest.approx(row[logprob.token_id].item(), abs=within)
+                assert logprob.logprob == pytest.approx(row[logprob.token_id].item(), abs=tolerance)
                 ahead = row - row[logprob.token_id]
-                assert (ahead > within).sum() <= logprob.rank - 1 <= (ahead > -within).sum() - 1
+                assert (ahead > tolerance).sum() <= logprob.rank - 1 <= (ahead > -tolerance).sum() - 1
                 best = row.topk(len(logprob.top)).values
-                assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=within)
+                assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=tolerance)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
@@ -71,7 +71,9 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
     ("checkpoint", "asked", "served"),
     [(torch.bfloat16, "auto", "bfloat16"), (torch.float16, "auto", "bfloat16"), (torch.float16, "float16", "bfloat16")],
 )
-def test_half_precision_is_close(family: str, checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
+def test_half_precision_logprobs_are_close_to_float64(
+    family: str, checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family, dtype=checkpoint)
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, dtype=asked))
     assert engine.info.dtype == served

@@ -59,12 +59,12 @@ def theirs(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_float64(family: str, tmp_path: Path) -> None:
+def test_moe_logprobs_equal_float64_transformers(family: str, tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path, family), prompts()[4]
-    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
-    made = engine(path, dtype="float32")
-    assert row(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]) == pytest.approx(
-        theirs(judge, prompt), abs=5e-5
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    served = engine(path, dtype="float32")
+    assert row(run(served, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]) == pytest.approx(
+        theirs(reference, prompt), abs=5e-5
     )
 
 
@@ -72,37 +72,37 @@ def test_log_probabilities_are_those_of_float64(family: str, tmp_path: Path) -> 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int4"}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_alone_together_chunked_cached_and_preempted_are_the_same(
+def test_moe_outputs_do_not_depend_on_batching_or_preemption(
     family: str, settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
-    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+    requests = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
 
     def answers(some: EngineCore) -> dict[str, tuple[list[int], list[float]]]:
-        return {name: told(each) for name, each in run(some, asked).items()}
+        return {name: told(each) for name, each in run(some, requests).items()}
 
     together = engine(path, **settings)
-    wanted = answers(together)
+    expected = answers(together)
     # Layers are not recorded without native kernels for this weight type: float32 on a processor without AVX-512.
     is_native = "quantization" in settings or CpuBackend().prefers_native_linear(getattr(torch, settings["dtype"]))
     assert (together.executor._model._recorded_layers[1] is not None) == is_native
-    again = run(together, asked)
+    again = run(together, requests)
     assert any(each.cached_tokens for each in again.values())
-    assert {name: told(each) for name, each in again.items()} == wanted
+    assert {name: told(each) for name, each in again.items()} == expected
     alone = engine(path, **settings, enable_prefix_caching=False)
-    for each in asked:
-        assert told(run(alone, [each])[each.id]) == wanted[each.id]
-    assert answers(engine(path, **settings, max_num_batched_tokens=7)) == wanted
-    few = engine(path, **settings, num_kv_blocks=12, max_model_len=128)
-    assert answers(few) == wanted
-    assert few.engine_stats.preemptions > 0
+    for each in requests:
+        assert told(run(alone, [each])[each.id]) == expected[each.id]
+    assert answers(engine(path, **settings, max_num_batched_tokens=7)) == expected
+    small_engine = engine(path, **settings, num_kv_blocks=12, max_model_len=128)
+    assert answers(small_engine) == expected
+    assert small_engine.engine_stats.preemptions > 0
     monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
-    assert answers(engine(path, **settings)) == wanted
+    assert answers(engine(path, **settings)) == expected
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen2-moe", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe", "llama4"])
-def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> None:
+def test_lora_on_shared_experts_equals_merged_model(family: str, tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path / "model", family), prompts()[3]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     modules = adaptable_modules(read_model_config(path))
@@ -112,10 +112,10 @@ def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> N
     (tmp_path / "spool").mkdir()
     adapter = AdapterStore(tmp_path / "spool", modules, 8).add_adapter("a", str(folder))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    asked = [
+    requests = [
         EngineCoreRequest(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)
     ]
-    plain, adapted = run(engine(path, dtype="float32", enable_lora=True, max_lora_rank=8), asked).values()
+    plain, adapted = run(engine(path, dtype="float32", enable_lora=True, max_lora_rank=8), requests).values()
     assert row(plain) == pytest.approx(theirs(base, prompt), abs=1e-4)
     assert row(adapted) == pytest.approx(theirs(merge(base, folder), prompt), abs=1e-4)
     assert (row(adapted) - row(plain)).abs().max() > 0.05
@@ -133,7 +133,7 @@ def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> N
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min: at most 1e-06 is served, got 0.1"),
     ],
 )
-def test_what_is_not_served_is_named(family: str, change: dict, says: str, tmp_path: Path) -> None:
+def test_unsupported_moe_config_is_named_in_error(family: str, change: dict, says: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | change))
@@ -141,7 +141,7 @@ def test_what_is_not_served_is_named(family: str, change: dict, says: str, tmp_p
         engine(path)
 
 
-def test_a_list_of_equal_numbers_is_that_number(tmp_path: Path) -> None:
+def test_hunyuan_moe_list_of_equal_topk_reads_as_one_value(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "hunyuan_v1_moe")
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | {"moe_topk": [2, 2, 2], "moe_intermediate_size": [160] * 3}))
@@ -149,13 +149,13 @@ def test_a_list_of_equal_numbers_is_that_number(tmp_path: Path) -> None:
     assert [each.routing.top_k for each in spec.sublayers_of_kind(MoELayerSpec)] == [2, 2, 2]
 
 
-def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+def test_mtp_layers_in_checkpoint_are_ignored_without_drafting(tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path, "glm4_moe", num_mtp_layers=1), prompts()[1]
     tensors = load_file(path / "model.safetensors")
     more = {
         name.replace("layers.2.", "layers.3."): each.clone() for name, each in tensors.items() if "layers.2." in name
     }
-    asked = request("a", prompt, max_tokens=2, prompt_logprobs=0)
-    before = row(run(engine(path), [asked])["a"])
+    requests = request("a", prompt, max_tokens=2, prompt_logprobs=0)
+    before = row(run(engine(path), [requests])["a"])
     save_file(tensors | more | {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}, path / "model.safetensors")
-    assert torch.equal(row(run(engine(path), [asked])["a"]), before)
+    assert torch.equal(row(run(engine(path), [requests])["a"]), before)

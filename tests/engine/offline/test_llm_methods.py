@@ -23,25 +23,31 @@ def llm() -> LLM:
     return LLM(dtype="float32", num_kv_blocks=600, threads=1)
 
 
-def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
-    ours, theirs = llm.get_tokenizer(), AutoTokenizer.from_pretrained(DEMO_MODEL)
+def test_get_tokenizer_equals_transformers_tokenizer(llm: LLM) -> None:
+    tokenizer, transformers_tokenizer = llm.get_tokenizer(), AutoTokenizer.from_pretrained(DEMO_MODEL)
     text = "Once upon a time, in “Bern”…"
-    assert ours.encode(text) == theirs.encode(text)
-    assert ours.decode(theirs.encode(text)) == text
-    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
-    rendered = [each.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True) for each in (ours, theirs)]
+    assert tokenizer.encode(text) == transformers_tokenizer.encode(text)
+    assert tokenizer.decode(transformers_tokenizer.encode(text)) == text
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (
+        transformers_tokenizer.eos_token_id,
+        transformers_tokenizer.bos_token_id,
+    )
+    rendered = [
+        each.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+        for each in (tokenizer, transformers_tokenizer)
+    ]
     assert rendered[0] == rendered[1]
-    (found,) = llm.generate(rendered[0], SamplingParams(max_tokens=1), use_tqdm=False)
-    assert found.prompt_token_ids == llm.chat(TALK, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+    (output,) = llm.generate(rendered[0], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt_token_ids == llm.chat(TALK, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.2])
-def test_beams_are_those_of_transformers(llm: LLM, penalty: float) -> None:
+def test_beam_search_equals_transformers(llm: LLM, penalty: float) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32")
     prompt = "The old king looked at the fox and"
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    wanted = model.generate(
+    expected = model.generate(
         ids,
         do_sample=False,
         num_beams=4,
@@ -51,31 +57,31 @@ def test_beams_are_those_of_transformers(llm: LLM, penalty: float) -> None:
         length_penalty=penalty,
     )
     params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=penalty)
-    (found,) = llm.beam_search(prompt, params)
+    (output,) = llm.beam_search(prompt, params)
     ends = model.generation_config.pad_token_id
-    assert [each.tokens for each in found.sequences] == [[t for t in row.tolist() if t != ends] for row in wanted]
-    best = found.sequences[0]
+    assert [each.tokens for each in output.sequences] == [[t for t in row.tolist() if t != ends] for row in expected]
+    best = output.sequences[0]
     with torch.inference_mode():
         rows = model(torch.tensor([best.tokens])).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
     new = best.tokens[ids.shape[1] :]
     total = sum(row[token].item() for row, token in zip(rows, new, strict=True))
     assert best.cum_logprob == pytest.approx(total, abs=1e-3)
     assert best.text == prompt + tokenizer.decode(new)
-    scores = [each.cum_logprob / len(each.logprobs) ** penalty for each in found.sequences]
+    scores = [each.cum_logprob / len(each.logprobs) ** penalty for each in output.sequences]
     assert all(one >= two for one, two in pairwise(scores))
 
 
-def test_a_chat_template_of_ones_own(llm: LLM) -> None:
+def test_chat_renders_given_chat_template(llm: LLM) -> None:
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    (found,) = llm.chat(TALK, SamplingParams(max_tokens=1), chat_template=template, use_tqdm=False)
-    assert found.prompt == "<user>Tell me a story."
+    (output,) = llm.chat(TALK, SamplingParams(max_tokens=1), chat_template=template, use_tqdm=False)
+    assert output.prompt == "<user>Tell me a story."
     with pytest.raises(InvalidRequest, match="not valid, line 1"):
         llm.chat(TALK, chat_template="{% for %}", use_tqdm=False)
 
 
-def test_tools_are_told_to_a_model_whose_template_knows_none(llm: LLM) -> None:
-    (found,) = llm.chat(TALK, SamplingParams(max_tokens=1), tools=[TOOL], use_tqdm=False)
-    assert '"name": "look_up"' in (found.prompt or "")
+def test_tools_are_put_into_prompt_when_template_has_no_tools(llm: LLM) -> None:
+    (output,) = llm.chat(TALK, SamplingParams(max_tokens=1), tools=[TOOL], use_tqdm=False)
+    assert '"name": "look_up"' in (output.prompt or "")
     with pytest.raises(InvalidRequest, match="tools must be a list of objects, got 5"):
         llm.chat(TALK, tools=5, use_tqdm=False)  # type: ignore[arg-type]
 
@@ -94,7 +100,7 @@ def test_tools_are_told_to_a_model_whose_template_knows_none(llm: LLM) -> None:
         None,
     ],
 )
-def test_what_is_no_conversation_is_refused(llm: LLM, talk: object) -> None:
+def test_chat_rejects_malformed_conversation(llm: LLM, talk: object) -> None:
     with pytest.raises(InvalidRequest, match="message"):
         llm.chat(talk, use_tqdm=False)  # type: ignore[arg-type]
 
@@ -113,12 +119,12 @@ def test_what_is_no_conversation_is_refused(llm: LLM, talk: object) -> None:
         {"prompt": "a", "multi_modal_data": {"audio": 1}},
     ],
 )
-def test_what_is_no_prompt_is_refused(llm: LLM, prompts: object) -> None:
+def test_generate_rejects_malformed_prompts(llm: LLM, prompts: object) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         llm.generate(prompts, use_tqdm=False)  # type: ignore[arg-type]
 
 
-def test_prompts_may_be_cut_and_texts_left_out(llm: LLM) -> None:
+def test_truncate_prompt_tokens_and_detokenize_false(llm: LLM) -> None:
     ids = llm.tokenizer.encode("The old king looked at the fox and the fox looked at the king")
     (whole,) = llm.generate([ids[-5:]], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     params = SamplingParams(temperature=0, max_tokens=6, truncate_prompt_tokens=5, detokenize=False)
@@ -131,7 +137,7 @@ def test_prompts_may_be_cut_and_texts_left_out(llm: LLM) -> None:
     assert len(fitted.prompt_token_ids) == longest - 1
 
 
-def test_words_are_kept_out(llm: LLM) -> None:
+def test_bad_words_never_appear_in_output(llm: LLM) -> None:
     def words(bad_words: list[str] | None) -> list[str]:
         params = SamplingParams(temperature=0, max_tokens=40, bad_words=bad_words)
         (answer,) = llm.generate("The king looked at the", params, use_tqdm=False)
@@ -142,23 +148,23 @@ def test_words_are_kept_out(llm: LLM) -> None:
     assert not set(common) & set(words(common))
 
 
-def test_a_grammar_of_llama_cpps_kind(llm: LLM) -> None:
+def test_output_matches_gbnf_grammar(llm: LLM) -> None:
     grammar = 'root ::= "SELECT " column " FROM t"\ncolumn ::= "col_1" | "col_2"\n'
-    asked = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar), max_tokens=40, n=4)
-    (found,) = llm.generate("Once", asked, use_tqdm=False)
-    assert {each.text for each in found.outputs} <= {"SELECT col_1 FROM t", "SELECT col_2 FROM t"}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar), max_tokens=40, n=4)
+    (output,) = llm.generate("Once", params, use_tqdm=False)
+    assert {each.text for each in output.outputs} <= {"SELECT col_1 FROM t", "SELECT col_2 FROM t"}
 
 
-def test_metrics_and_a_reset_cache(llm: LLM) -> None:
+def test_prefix_cache_metrics_count_hits_until_reset(llm: LLM) -> None:
     def values() -> dict[str, float]:
         return {each.name: each.value for each in llm.get_metrics() if isinstance(each, Counter | Gauge)}
 
     def cached() -> int:
-        (found,) = llm.generate("There was once a fox " * 40, SamplingParams(max_tokens=1), use_tqdm=False)
-        assert found.metrics is not None
-        times = found.metrics
+        (output,) = llm.generate("There was once a fox " * 40, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.metrics is not None
+        times = output.metrics
         assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
-        return found.num_cached_tokens
+        return output.num_cached_tokens
 
     before = values()
     hits = [cached(), cached()]
@@ -170,7 +176,7 @@ def test_metrics_and_a_reset_cache(llm: LLM) -> None:
     assert [cached(), cached()] == hits
 
 
-def test_the_engine_can_be_looked_at(llm: LLM) -> None:
+def test_llm_engine_exposes_vllm_config_objects(llm: LLM) -> None:
     engine = llm.llm_engine
     assert engine.vllm_config.model_config.max_model_len == llm.info.max_model_len
     assert engine.model_config.get_vocab_size() == engine.get_tokenizer().vocab_size == 4096
@@ -182,7 +188,7 @@ def test_the_engine_can_be_looked_at(llm: LLM) -> None:
     assert not engine.has_unfinished_requests()
 
 
-def test_what_of_vllms_is_not_there_is_answered_with_what_is(llm: LLM) -> None:
+def test_unsupported_vllm_names_raise_with_replacement(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"LLM has no apply_model: LLM\.collective_rpc"):
         _ = llm.apply_model  # type: ignore[attr-defined]
     assert not hasattr(llm, "nothing")

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama-tied-biased", max_position_embeddings=4096)
 
 
-def changed(folder: Path) -> PreTrainedModel:
+def trained_model(folder: Path) -> PreTrainedModel:
     """The model with changed weights, as after training."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(7)
@@ -41,48 +41,48 @@ def open_llm(folder: Path, **options: object) -> LLM:
     return LLM(str(folder), **settings | options)
 
 
-def answer(llm: LLM) -> RequestOutput:
+def generate_output(llm: LLM) -> RequestOutput:
     (generation,) = llm.generate([PROMPT], PARAMS, use_tqdm=False)
     return generation
 
 
 def output(llm: LLM) -> CompletionOutput:
     """The completion without the versions of its weights."""
-    return replace(answer(llm).outputs[0], weights_versions=[])
+    return replace(generate_output(llm).outputs[0], weights_versions=[])
 
 
-def farthest(model: PreTrainedModel, generation: RequestOutput) -> float:
+def max_logprob_difference(model: PreTrainedModel, generation: RequestOutput) -> float:
     """The largest absolute difference between transformers' logprobs and those of the generated tokens."""
     (output,) = generation.outputs
     assert output.logprobs is not None
     with torch.no_grad():
-        every = model(torch.tensor([PROMPT + output.token_ids])).logits[0].log_softmax(-1)
+        logprobs = model(torch.tensor([PROMPT + output.token_ids])).logits[0].log_softmax(-1)
     pairs = [
-        (float(every[len(PROMPT) - 1 + place, token]), output.logprobs[place][token].logprob)
+        (float(logprobs[len(PROMPT) - 1 + place, token]), output.logprobs[place][token].logprob)
         for place, token in enumerate(output.token_ids)
     ]
     return max(abs(theirs - ours) for theirs, ours in pairs)
 
 
 @pytest.mark.slow
-def test_tensors_are_loaded_as_files_are(folder: Path) -> None:
-    llm, model = open_llm(folder), changed(folder)
-    before = answer(llm)
+def test_load_weights_from_tensors_equals_transformers(folder: Path) -> None:
+    llm, model = open_llm(folder), trained_model(folder)
+    before = generate_output(llm)
     assert before.weights_version == llm.weights_version == "1"
-    assert farthest(model, before) > 0.05, "the two weights are far apart"
+    assert max_logprob_difference(model, before) > 0.05, "the two weights are far apart"
     assert llm.load_weights(model.state_dict().items()) == "2"
-    after = answer(llm)
+    after = generate_output(llm)
     assert after.weights_version == "2"
     assert after.num_cached_tokens == 0
-    assert farthest(model, after) < 1e-3
+    assert max_logprob_difference(model, after) < 1e-3
     assert llm.load_weights(iter(model.named_parameters()), version="named") == llm.weights_version == "named"
     assert output(llm).token_ids == after.outputs[0].token_ids
     llm.close()
 
 
 @pytest.mark.slow
-def test_tensors_are_quantized_as_files_are(folder: Path, tmp_path: Path) -> None:
-    model = changed(folder)
+def test_load_weights_quantizes_tensors_like_checkpoint_files(folder: Path, tmp_path: Path) -> None:
+    model = trained_model(folder)
     model.save_pretrained(tmp_path)
     from_files = open_llm(tmp_path, quantization="int8", dtype="bfloat16")
     expected = output(from_files)
@@ -95,11 +95,11 @@ def test_tensors_are_quantized_as_files_are(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> None:
-    llm, model = open_llm(folder), changed(folder)
+def test_failed_load_weights_keeps_checkpoint_weights(folder: Path) -> None:
+    llm, model = open_llm(folder), trained_model(folder)
     before = output(llm)
 
-    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+    def failing_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(model.state_dict().items())[:4]
         raise ZeroDivisionError("the trainer's own")
 
@@ -107,7 +107,7 @@ def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> Non
     for tensors, error, words in (
         (list(model.state_dict().items())[:4], ModelError, "lack"),
         (bad.items(), ModelError, "model.norm.weight has shape"),
-        (breaks(), ZeroDivisionError, "the trainer's own"),
+        (failing_tensors(), ZeroDivisionError, "the trainer's own"),
     ):
         with pytest.raises(error, match=words):
             llm.load_weights(tensors)
@@ -117,14 +117,14 @@ def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_sleep(folder: Path, tmp_path: Path) -> None:
-    llm, model = open_llm(folder), changed(folder)
+def test_sleep_and_wake_up_keep_weights_and_output(folder: Path, tmp_path: Path) -> None:
+    llm, model = open_llm(folder), trained_model(folder)
     before = output(llm)
     llm.sleep()
     llm.sleep(level=2)
     assert llm.is_sleeping()
     with pytest.raises(EngineError, match="sleeps"):
-        answer(llm)
+        generate_output(llm)
     llm.wake_up()
     llm.wake_up()
     assert output(llm) == before
@@ -148,9 +148,9 @@ def test_sleep(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_folder_of_an_update_may_be_gone_when_others_come(folder: Path, tmp_path: Path) -> None:
+def test_load_weights_works_after_update_folder_is_deleted(folder: Path, tmp_path: Path) -> None:
     """The folder of the last update was read again, so that no weights could be loaded once it was deleted."""
-    llm, model = open_llm(folder), changed(folder)
+    llm, model = open_llm(folder), trained_model(folder)
     shutil.copytree(folder, tmp_path / "step-1")
     llm.update_weights(tmp_path / "step-1")
     shutil.rmtree(tmp_path / "step-1")
@@ -158,15 +158,15 @@ def test_the_folder_of_an_update_may_be_gone_when_others_come(folder: Path, tmp_
         llm.load_weights([])
     assert llm.is_sleeping(), "the weights before are nowhere any more"
     llm.load_weights(model.state_dict())  # a dict is accepted as well as its items
-    assert farthest(model, answer(llm)) < 1e-4
+    assert max_logprob_difference(model, generate_output(llm)) < 1e-4
     llm.close()
 
 
-def test_ids_without_a_tokenizer(folder: Path) -> None:
+def test_skip_tokenizer_init_serves_token_ids_and_rejects_text(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         open_llm(folder, skip_tokenizer_init=False)
     llm = open_llm(folder)
-    (output,) = answer(llm).outputs
+    (output,) = generate_output(llm).outputs
     assert (output.text, len(output.token_ids)) == ("", 24)
     for prompt, params in (
         ("text", PARAMS),
@@ -183,7 +183,7 @@ def test_ids_without_a_tokenizer(folder: Path) -> None:
     llm.close()
 
 
-def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None:
+def test_token_ids_above_tokenizer_vocabulary_are_accepted(tmp_path: Path) -> None:
     """The model's embedding has more rows than its tokenizer has tokens, as embeddings with padded rows have."""
     from quire.engine.common.config import DEMO_MODEL
 
@@ -192,8 +192,8 @@ def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, folder)
     llm = open_llm(folder, skip_tokenizer_init=False)
-    only = SamplingParams(allowed_token_ids=(size - 1,), max_tokens=2, temperature=0, ignore_eos=True)
-    (generation,) = llm.generate([[size - 1]], only, use_tqdm=False)
+    params = SamplingParams(allowed_token_ids=(size - 1,), max_tokens=2, temperature=0, ignore_eos=True)
+    (generation,) = llm.generate([[size - 1]], params, use_tqdm=False)
     assert generation.outputs[0].token_ids == [size - 1] * 2
     with pytest.raises(InvalidRequest, match="out of vocabulary"):
         llm.generate([[1]], SamplingParams(allowed_token_ids=(size,)), use_tqdm=False)
@@ -201,8 +201,8 @@ def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_streams_of_async_llm_go_on(folder: Path, tmp_path: Path) -> None:
-    changed(folder).save_pretrained(tmp_path)
+async def test_async_llm_streams_continue_through_sleep_and_weight_update(folder: Path, tmp_path: Path) -> None:
+    trained_model(folder).save_pretrained(tmp_path)
     options = {"dtype": "float32", "num_kv_blocks": 200, "threads": 1, "skip_tokenizer_init": True}
     long = SamplingParams(temperature=1.0, seed=3, max_tokens=2000, ignore_eos=True)
     async with AsyncLLM(str(folder), **options) as llm:

@@ -31,24 +31,24 @@ text: int = llm.generate("a")[0].outputs[0].text
 """
 
 
-def kinds(annotation: Any) -> set[Any]:
+def type_names(annotation: Any) -> set[Any]:
     """The types of a union; a list counts as the type of its items."""
     if get_origin(annotation) in (Union, UnionType):
-        return {kind for part in get_args(annotation) for kind in kinds(part)}
+        return {kind for part in get_args(annotation) for kind in type_names(part)}
     return {get_args(annotation)[0] if get_origin(annotation) is list else annotation}
 
 
-def test_each_field_of_the_config_is_an_option_of_a_type_that_takes_its_values() -> None:
+def test_engine_options_accept_values_of_every_config_field() -> None:
     options, fields = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
     assert options.keys() == EngineConfig.model_fields.keys() - {"model"}
     for name, option in options.items():
-        taken = kinds(option) | {get_args(each)[0] for each in kinds(option) if get_args(each)}
-        assert kinds(fields[name]) <= taken, name
-        assert (NoneType in kinds(option)) == (NoneType in kinds(fields[name])), name
+        accepted = type_names(option) | {get_args(each)[0] for each in type_names(option) if get_args(each)}
+        assert type_names(fields[name]) <= accepted, name
+        assert (NoneType in type_names(option)) == (NoneType in type_names(fields[name])), name
 
 
 @pytest.mark.parametrize("made", [LLM, AsyncLLM, EngineArgs])
-def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]) -> None:
+def test_signature_and_help_show_options_with_defaults(made: type[Any]) -> None:
     parameters = dict(inspect.signature(made).parameters)
     assert (parameters.pop("multiprocessing", None) is not None) == (made is LLM), "an LLM's own"
     assert list(parameters) == ["model", *(name for name in EngineConfig.model_fields if name != "model")]
@@ -56,30 +56,30 @@ def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]
     assert "max_num_seqs: Maximum number of sequences in one step\n" in made.__init__.__doc__
 
 
-def test_engine_args_are_checked_at_once() -> None:
+def test_engine_args_constructor_rejects_unknown_option() -> None:
     with pytest.raises(ConfigError, match="uds: no such setting, a proxy in front"):
         EngineArgs("m", uds=4)  # type: ignore[call-arg]
 
 
-def test_what_changes_nothing_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_are_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     options = {"distributed_executor_backend": "mp", "trust_remote_code": False, "enable_chunked_prefill": None}
     assert make_engine_config("m", {**options, "max_num_seqs": 3}).max_num_seqs == 3  # type: ignore[typeddict-item]
-    (told,) = caplog.messages
-    assert told.startswith("changes nothing: distributed_executor_backend (")
+    (message,) = caplog.messages
+    assert message.startswith("changes nothing: distributed_executor_backend (")
 
 
-def test_engine_args_keep_their_options() -> None:
+def test_engine_args_store_options_without_model() -> None:
     assert EngineArgs(Path("m"), dtype="float32").options == {"dtype": "float32"}
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_the_options_and_the_outputs(tmp_path: Path) -> None:
+def test_mypy_finds_wrong_options_and_outputs(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary", str(program)]
-    done = subprocess.run(
+    mypy = subprocess.run(
         command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, capture_output=True, text=True, timeout=240
     )
     lines = PROGRAM.splitlines()
-    wrong = {lines[int(line.split(":")[1]) - 1] for line in done.stdout.splitlines() if ": error:" in line}
-    assert wrong == {*lines[4:7], lines[8]}, done.stdout + done.stderr
+    wrong = {lines[int(line.split(":")[1]) - 1] for line in mypy.stdout.splitlines() if ": error:" in line}
+    assert wrong == {*lines[4:7], lines[8]}, mypy.stdout + mypy.stderr

@@ -23,12 +23,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_pretrained(DEMO_MODEL)
 
 
-def test_what_the_engine_can_be_asked_programs_can_ask() -> None:
-    ours = inspect.signature(SamplingParams).parameters
-    theirs = {field.name: field for field in msgspec.structs.fields(request_params.SamplingParams)}
-    assert theirs.keys() - ours.keys() == {"bad_words_ids"}
-    for name in theirs.keys() & ours.keys():
-        assert (ours[name].default or 0) == (theirs[name].default or 0), name
+def test_sampling_params_have_engine_fields_and_defaults() -> None:
+    parameters = inspect.signature(SamplingParams).parameters
+    engine_fields = {field.name: field for field in msgspec.structs.fields(request_params.SamplingParams)}
+    assert engine_fields.keys() - parameters.keys() == {"bad_words_ids"}
+    for name in engine_fields.keys() & parameters.keys():
+        assert (parameters[name].default or 0) == (engine_fields[name].default or 0), name
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_the_engine_can_be_asked_programs_can_ask() -> None:
         ({"logprobs": -2}, "logprobs must be at least 0"),
     ],
 )
-def test_wrong_parameters_say_what_to_write_instead(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_sampling_param_error_says_correct_usage(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**wrong)
     assert said in str(error.value)
@@ -58,13 +58,13 @@ def test_wrong_parameters_say_what_to_write_instead(wrong: dict[str, Any], said:
 
 
 @pytest.mark.parametrize("stop", ["the", ["the"], ("the",), None])
-def test_a_stop_string_is_one_string_however_it_is_given(stop: str | list[str] | None) -> None:
+def test_stop_accepts_string_list_tuple_or_none(stop: str | list[str] | None) -> None:
     params = SamplingParams(stop=stop)
     assert params.stop == (["the"] if stop else [])
     assert params.as_sent().stop == (("the",) if stop else ())
 
 
-def test_numbers_may_be_numpys_and_torchs() -> None:
+def test_sampling_params_accept_numpy_and_torch_numbers() -> None:
     """Such numbers come from a sweep's `np.linspace` or from `rng.integers`."""
     numbers = {"temperature": np.float64(0.5), "top_p": torch.tensor(0.5), "seed": np.int64(7), "n": np.int32(2)}
     lists = {"stop_token_ids": np.array([3, 4]), "allowed_token_ids": [np.int64(5)], "logit_bias": {np.int64(5): 1.0}}
@@ -75,7 +75,7 @@ def test_numbers_may_be_numpys_and_torchs() -> None:
         SamplingParams(seed=np.float64(0.5))
 
 
-def test_they_can_be_changed_and_copied() -> None:
+def test_sampling_params_are_mutable_and_clone_is_independent() -> None:
     params = SamplingParams(stop_token_ids=[3])
     copied = params.clone()
     params.max_tokens, params.stop = 5, "x"
@@ -86,7 +86,7 @@ def test_they_can_be_changed_and_copied() -> None:
         params.as_sent()
 
 
-def test_words_and_structures_become_what_the_engine_knows(tokenizer: Tokenizer) -> None:
+def test_for_model_encodes_bad_words_and_structured_outputs(tokenizer: Tokenizer) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     params = SamplingParams(bad_words=["fox"], structured_outputs=StructuredOutputsParams(json=schema), logprobs=-1)
     sent = params.for_model(tokenizer, 4096)
@@ -103,7 +103,7 @@ def test_words_and_structures_become_what_the_engine_knows(tokenizer: Tokenizer)
         SamplingParams(stop_token_ids=[4096]).for_model(tokenizer, 4096)
 
 
-def test_one_structure_is_asked_for_and_no_other() -> None:
+def test_structured_outputs_require_single_valid_constraint() -> None:
     for wrong in ({}, {"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"jsn": {}}, {"choice": 5}, {"json": 5}):
         with pytest.raises(InvalidRequest):
             StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
@@ -111,12 +111,12 @@ def test_one_structure_is_asked_for_and_no_other() -> None:
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), grammar=json_grammar({}))
 
 
-def test_beam_search_has_parameters_of_its_own() -> None:
+def test_beam_search_params_reject_invalid_values() -> None:
     for wrong in ({"beam_width": 0}, {"beam_width": 2.0}, {"max_tokens": 0}, {"temperature": 0.5}, {"width": 2}):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):
             BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | wrong))  # type: ignore[arg-type]
 
 
-def test_kinds_are_vllms() -> None:
+def test_request_output_kinds_equal_vllm() -> None:
     assert [each.name for each in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
     assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE

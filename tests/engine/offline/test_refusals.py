@@ -35,34 +35,30 @@ def path(tmp_path: Path) -> Path:
         ({"max_model_len": 900_000, "num_kv_blocks": 8}, "a context of 900000 tokens needs"),
     ],
 )
-def test_context_that_cannot_fit_is_refused_before_weights_are_read(
-    path: Path, settings: dict[str, object], says: str
-) -> None:
+def test_too_long_context_is_rejected_before_weights_load(path: Path, settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineCore(EngineConfig(model=str(path), **settings))  # type: ignore[arg-type]
     assert says in str(raised.value)
     assert raised.value.param == "max_model_len"
 
 
-def test_context_that_fits_is_not_refused(path: Path) -> None:
+def test_fitting_context_is_accepted_before_weights_load(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the weights lack model\.norm\.weight"):
         EngineCore(EngineConfig(model=str(path), max_model_len=900_000, kv_cache_memory=2.0))
 
 
-def test_context_of_layers_with_windows_may_be_longer(tmp_path: Path) -> None:
+def test_sliding_window_layers_allow_longer_context(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma3", max_position_embeddings=100_000)
     engine = EngineCore(EngineConfig(model=str(path), max_model_len=18_000, kv_cache_memory=0.02))
     assert engine.info.max_model_len == 18_000
 
 
-def test_llm_says_in_one_line_that_it_computes_in_another_type(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_llm_logs_once_when_dtype_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with caplog.at_level(logging.WARNING, "quire.engine.offline"):
         llm = LLM(str(path), dtype="float16", skip_tokenizer_init=True, num_kv_blocks=8)
     llm.close()
     assert llm.info.dtype == "bfloat16"
-    said = [record.getMessage() for record in caplog.records if "float16" in record.getMessage()]
-    assert len(said) == 1
-    assert "--dtype float32" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "float16" in record.getMessage()]
+    assert len(messages) == 1
+    assert "--dtype float32" in messages[0]

@@ -13,7 +13,7 @@ from tests.tree import ROOT
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-async def test_it_answers_inside_of_a_running_loop() -> None:
+async def test_llm_generates_inside_running_event_loop() -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -22,7 +22,7 @@ async def test_it_answers_inside_of_a_running_loop() -> None:
             ticks += 1
             await asyncio.sleep(0.001)
 
-    beside = asyncio.create_task(tick())
+    ticker = asyncio.create_task(tick())
     llm = LLM(num_kv_blocks=40, threads=1)
     first = llm.generate("Once", PARAMS, use_tqdm=False)[0].outputs[0].token_ids
     await asyncio.sleep(0.01)
@@ -31,11 +31,11 @@ async def test_it_answers_inside_of_a_running_loop() -> None:
     assert len(first) == 6
     assert ticks, "the loop goes on between cells, and beside a call in a thread"
     llm.close()
-    beside.cancel()
+    ticker.cancel()
 
 
 @pytest.mark.slow
-def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_generates_in_jupyter_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")

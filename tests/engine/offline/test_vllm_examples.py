@@ -35,13 +35,13 @@ PROMPTS = ["Once upon a time", "The old king", "In the deep forest", "The fox sa
 SMALL = {"num_kv_blocks": 600, "threads": 1}
 
 
-def encoder(path: Path, **options: int) -> str:
+def save_encoder(path: Path, **options: int) -> str:
     save_tiny_encoder(path, "bert", **options)
     pair_tokenizer().tokenizer.backend.save(str(path / "tokenizer.json"))
     return str(path)
 
 
-def arguments(*argv: str, **defaults: object) -> tuple[dict[str, object], FlexibleArgumentParser]:
+def parse_cli_args(*argv: str, **defaults: object) -> tuple[dict[str, object], FlexibleArgumentParser]:
     parser = FlexibleArgumentParser()
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(**defaults)
@@ -52,8 +52,8 @@ def arguments(*argv: str, **defaults: object) -> tuple[dict[str, object], Flexib
 
 
 @pytest.mark.slow
-def test_llm_engine() -> None:
-    args = arguments("--num-kv-blocks", "600", "--threads", "1", model=DEMO_MODEL)[1].parse_args([])
+def test_vllm_llm_engine_example() -> None:
+    args = parse_cli_args("--num-kv-blocks", "600", "--threads", "1", model=DEMO_MODEL)[1].parse_args([])
     args.num_kv_blocks, args.threads = 600, 1
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
     test_prompts = [(prompt, SamplingParams(temperature=0.0, max_tokens=8)) for prompt in PROMPTS]
@@ -67,7 +67,7 @@ def test_llm_engine() -> None:
     assert {output.prompt for output in finished} == set(PROMPTS)
 
 
-def test_basic() -> None:
+def test_vllm_basic_example() -> None:
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     llm = LLM(model=DEMO_MODEL, **SMALL)
     outputs = llm.generate(PROMPTS, sampling_params)
@@ -78,8 +78,8 @@ def test_basic() -> None:
     llm.close()
 
 
-def test_generate_and_chat_with_a_command_line(tmp_path: Path) -> None:
-    args, _ = arguments("--max-tokens", "7", "--dtype", "float32", "--max-num-seqs=4", model=DEMO_MODEL, **SMALL)
+def test_vllm_generate_and_chat_examples_with_cli_args(tmp_path: Path) -> None:
+    args, _ = parse_cli_args("--max-tokens", "7", "--dtype", "float32", "--max-num-seqs=4", model=DEMO_MODEL, **SMALL)
     max_tokens, top_p = args.pop("max_tokens"), args.pop("top_p")
     llm = LLM(**args)
     sampling_params = llm.get_default_sampling_params()
@@ -126,7 +126,7 @@ number ::= "1 " | "2 "
 
 
 @pytest.mark.slow
-def test_structured_outputs() -> None:
+def test_vllm_structured_outputs_example() -> None:
     llm = LLM(model=DEMO_MODEL, max_model_len=300, **SMALL)
 
     def generate_output(prompt: str, sampling_params: SamplingParams) -> str:
@@ -147,7 +147,7 @@ def test_structured_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_prefix_caching() -> None:
+def test_vllm_prefix_caching_example() -> None:
     prefix = "There was once a king who had three sons, and a fox who knew more than all of them. " * 8
     prompts = [prefix + prompt for prompt in PROMPTS]
     sampling_params = SamplingParams(temperature=0.0)
@@ -165,8 +165,8 @@ def test_prefix_caching() -> None:
 
 
 @pytest.mark.slow
-def test_embed(tmp_path: Path) -> None:
-    args, _ = arguments(model=encoder(tmp_path), runner="pooling", enforce_eager=True)
+def test_vllm_embed_example(tmp_path: Path) -> None:
+    args, _ = parse_cli_args(model=save_encoder(tmp_path), runner="pooling", enforce_eager=True)
     del args["max_tokens"], args["top_p"]
     llm = LLM(**args)
     outputs = llm.embed(PROMPTS)
@@ -189,23 +189,23 @@ def test_embed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_classify_and_score(tmp_path: Path) -> None:
-    llm = LLM(model=encoder(tmp_path / "classifier", labels=3), runner="pooling")
+def test_vllm_classify_and_score_examples(tmp_path: Path) -> None:
+    llm = LLM(model=save_encoder(tmp_path / "classifier", labels=3), runner="pooling")
     for output in llm.classify(PROMPTS):
         assert len(output.outputs.probs) == 3
         assert sum(output.outputs.probs) == pytest.approx(1.0, abs=1e-4)
     llm.close()
-    llm = LLM(model=encoder(tmp_path / "scorer", labels=1), runner="pooling")
+    llm = LLM(model=save_encoder(tmp_path / "scorer", labels=1), runner="pooling")
     scores = [output.outputs.score for output in llm.score(PROMPTS[0], PROMPTS[1:])]
     assert all(0 <= score <= 1 for score in scores)
     llm.close()
 
 
 @pytest.mark.slow
-async def test_async_llm_streaming() -> None:
+async def test_vllm_async_llm_streaming_example() -> None:
     engine_args = EngineArgs(model=DEMO_MODEL, enforce_eager=True, **SMALL)
     engine = AsyncLLM.from_engine_args(engine_args)
-    told = {}
+    texts = {}
     try:
         for number, prompt in enumerate(PROMPTS[:2]):
             sampling_params = SamplingParams(
@@ -219,10 +219,10 @@ async def test_async_llm_streaming() -> None:
                     text += completion.text
                 if output.finished:
                     break
-            told[prompt] = text
+            texts[prompt] = text
     finally:
         engine.shutdown()
     llm = LLM(model=DEMO_MODEL, **SMALL)
     whole = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=30, temperature=0.8, top_p=0.95, seed=42))
-    assert told == {output.prompt: output.outputs[0].text for output in whole}
+    assert texts == {output.prompt: output.outputs[0].text for output in whole}
     llm.close()

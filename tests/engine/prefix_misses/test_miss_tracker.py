@@ -25,7 +25,7 @@ from tests.tiers import examples
 UNIT, ROOM = 16, 10_000
 
 
-class Played:
+class TrackedRequests:
     """A miss tracker that gets one request after the other, each computed in one step of one second."""
 
     def __init__(self, **options: int) -> None:
@@ -43,10 +43,10 @@ class Played:
         self.misses.track_step(record, engine, EngineStats(prefix_unit=UNIT, cache_tokens=ROOM), weights)
 
     def end(self, request: EngineCoreRequest, answer: Sequence[int] = (7, 7)) -> PrefixMissReport:
-        found = self.misses.get_request_report(request.id)
-        assert found is not None
+        report = self.misses.get_request_report(request.id)
+        assert report is not None
         self.misses.finish_request(request.id, answer)
-        return found
+        return report
 
     def ask(
         self, prompt: Sequence[int], cached: int = 0, *, answer: Sequence[int] = (7, 7), engine: int = 0, **more: object
@@ -62,94 +62,94 @@ class Played:
         return EngineCoreRequest(id=f"r{self._number}", prompt_ids=list(prompt), params=params, seed=0, **more)
 
 
-def joined(parts: Sequence[list[int]]) -> list[int]:
+def concatenate(parts: Sequence[list[int]]) -> list[int]:
     return [token for part in parts for token in part]
 
 
-def text(seed: int, count: int) -> list[int]:
+def random_token_ids(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(10, 30_000), k=count)
 
 
-def test_a_first_prompt_misses_nothing_and_its_next_turn_that_is_found_neither() -> None:
-    played = Played()
-    first = played.ask(text(1, 200), answer=text(2, 50))
+def test_first_turn_and_cached_next_turn_have_no_miss() -> None:
+    tracked = TrackedRequests()
+    first = tracked.ask(random_token_ids(1, 200), answer=random_token_ids(2, 50))
     assert (first.tokens_by_reason, first.turn, first.nearest) == ([], 1, None)
-    again = played.ask(text(1, 200) + text(2, 50) + text(3, 30), cached=240)
+    again = tracked.ask(random_token_ids(1, 200) + random_token_ids(2, 50) + random_token_ids(3, 30), cached=240)
     assert (again.tokens_by_reason, again.turn, again.conversation) == ([], 2, first.conversation)
-    other = played.ask(text(4, 200))
+    other = tracked.ask(random_token_ids(4, 200))
     assert (other.tokens_by_reason, other.turn, other.conversation) == ([], 1, "r3")
 
 
-def test_tokens_that_were_there_and_are_not_found_were_evicted() -> None:
-    played = Played()
-    prompt = text(1, 200)
-    played.ask(prompt)
-    report = played.ask(prompt + text(2, 40))
+def test_formerly_cached_tokens_are_reported_as_evicted() -> None:
+    tracked = TrackedRequests()
+    prompt = random_token_ids(1, 200)
+    tracked.ask(prompt)
+    report = tracked.ask(prompt + random_token_ids(2, 40))
     assert (report.tokens_by_reason, report.own_load) == ([("evicted", 192)], False)
     assert report.compute_seconds == pytest.approx(192 / 240)
-    part = played.ask(prompt + text(2, 40) + text(3, 9), cached=96)
+    part = tracked.ask(prompt + random_token_ids(2, 40) + random_token_ids(3, 9), cached=96)
     assert part.tokens_by_reason == [("evicted", 240 - 96)]
-    played.ask(text(5, ROOM))
-    own = played.ask(prompt)
+    tracked.ask(random_token_ids(5, ROOM))
+    own = tracked.ask(prompt)
     assert (own.tokens_by_reason, own.own_load) == ([("evicted", 192)], True)
-    whole = played.ask(prompt, cached=192)
+    whole = tracked.ask(prompt, cached=192)
     assert whole.tokens_by_reason == [], "the last token is computed in any case"
 
 
-def test_what_another_request_is_computing_is_not_there_yet_and_what_was_never_computed_never_was() -> None:
-    played = Played()
-    prompt = text(1, 400)
-    first = played.request(prompt)
-    played.begin(first, 0, until=128)
-    assert played.ask(prompt, cached=128).tokens_by_reason == [("computing", 384 - 128)]
-    played.misses.finish_request(first.id, [])
-    played = Played()
-    aborted = played.request(prompt)
-    played.begin(aborted, 0, until=128)
-    played.misses.finish_request(aborted.id, [])
-    assert played.ask(prompt).tokens_by_reason == [("evicted", 128)]
+def test_tokens_being_computed_by_other_request_are_miss_reason() -> None:
+    tracked = TrackedRequests()
+    prompt = random_token_ids(1, 400)
+    first = tracked.request(prompt)
+    tracked.begin(first, 0, until=128)
+    assert tracked.ask(prompt, cached=128).tokens_by_reason == [("computing", 384 - 128)]
+    tracked.misses.finish_request(first.id, [])
+    tracked = TrackedRequests()
+    aborted = tracked.request(prompt)
+    tracked.begin(aborted, 0, until=128)
+    tracked.misses.finish_request(aborted.id, [])
+    assert tracked.ask(prompt).tokens_by_reason == [("evicted", 128)]
 
 
-def test_other_salts_adapters_weights_replicas_and_engines() -> None:
-    prompt = text(1, 200)
-    played = Played()
-    played.ask(prompt, tenant="a", cache_salt="k/one")
-    assert played.ask(prompt, tenant="a", cache_salt="k/two").tokens_by_reason == [("cache_salt", 192)]
-    played = Played()
-    played.ask(prompt, adapter=Adapter("x", "ab", ""))
-    assert played.ask(prompt).tokens_by_reason == [("adapter", 192)]
-    played = Played()
-    played.ask(prompt)
-    assert played.ask(prompt, weights="2").tokens_by_reason == [("weights", 192)]
-    played = Played()
-    played.ask(prompt)
-    assert played.ask(prompt, engine=1).tokens_by_reason == [("replica", 192)]
-    played = Played()
-    played.ask(prompt)
-    played.misses.record_cache_reset(0)
-    assert played.ask(prompt).tokens_by_reason == [("restarted", 192)]
-    played.ask(prompt, cached=192)
-    asked = played.request(prompt, params=SamplingParams(prompt_logprobs=1))
-    played.begin(asked, 0)
-    assert played.end(asked).tokens_by_reason == [("prompt_logprobs", 192)]
+def test_salt_adapter_weights_and_replica_changes_are_miss_reasons() -> None:
+    prompt = random_token_ids(1, 200)
+    tracked = TrackedRequests()
+    tracked.ask(prompt, tenant="a", cache_salt="k/one")
+    assert tracked.ask(prompt, tenant="a", cache_salt="k/two").tokens_by_reason == [("cache_salt", 192)]
+    tracked = TrackedRequests()
+    tracked.ask(prompt, adapter=Adapter("x", "ab", ""))
+    assert tracked.ask(prompt).tokens_by_reason == [("adapter", 192)]
+    tracked = TrackedRequests()
+    tracked.ask(prompt)
+    assert tracked.ask(prompt, weights="2").tokens_by_reason == [("weights", 192)]
+    tracked = TrackedRequests()
+    tracked.ask(prompt)
+    assert tracked.ask(prompt, engine=1).tokens_by_reason == [("replica", 192)]
+    tracked = TrackedRequests()
+    tracked.ask(prompt)
+    tracked.misses.record_cache_reset(0)
+    assert tracked.ask(prompt).tokens_by_reason == [("restarted", 192)]
+    tracked.ask(prompt, cached=192)
+    request = tracked.request(prompt, params=SamplingParams(prompt_logprobs=1))
+    tracked.begin(request, 0)
+    assert tracked.end(request).tokens_by_reason == [("prompt_logprobs", 192)]
 
 
-def test_nothing_is_said_of_other_tenants_nor_without_keys_of_other_salts() -> None:
-    prompt = text(1, 200)
-    played = Played()
-    played.ask(prompt, tenant="a", cache_salt="a/")
-    report = played.ask(prompt[:100] + text(2, 100), tenant="b", cache_salt="b/")
+def test_report_hides_prompts_of_other_tenants_and_salts() -> None:
+    prompt = random_token_ids(1, 200)
+    tracked = TrackedRequests()
+    tracked.ask(prompt, tenant="a", cache_salt="a/")
+    report = tracked.ask(prompt[:100] + random_token_ids(2, 100), tenant="b", cache_salt="b/")
     assert (report.tokens_by_reason, report.nearest, report.turn) == ([], None, 1)
-    played.ask(prompt, cache_salt="one")
-    report = played.ask(prompt[:100] + text(2, 100), cache_salt="two")
+    tracked.ask(prompt, cache_salt="one")
+    report = tracked.ask(prompt[:100] + random_token_ids(2, 100), cache_salt="two")
     assert (report.tokens_by_reason, report.nearest, report.turn) == ([], None, 1)
 
 
-def test_a_date_before_the_conversation_moves_all_of_it() -> None:
-    played = Played()
-    system, history, answer = text(1, 40), text(2, 500), text(3, 60)
-    played.ask([*system, 1, 2, *history], answer=answer)
-    report = played.ask([*system, 1, 3, *history, *answer, *text(4, 30)], cached=32)
+def test_changed_date_before_history_is_reported_as_rewritten() -> None:
+    tracked = TrackedRequests()
+    system, history, answer = random_token_ids(1, 40), random_token_ids(2, 500), random_token_ids(3, 60)
+    tracked.ask([*system, 1, 2, *history], answer=answer)
+    report = tracked.ask([*system, 1, 3, *history, *answer, *random_token_ids(4, 30)], cached=32)
     assert report.tokens_by_reason == [("rewritten", 560)]
     assert (report.turn, report.conversation) == (2, "r1")
     nearest = report.nearest
@@ -158,105 +158,105 @@ def test_a_date_before_the_conversation_moves_all_of_it() -> None:
     assert (nearest.common_ids[-1], nearest.earlier_ids[0], nearest.prompt_ids[0]) == (1, 2, 3)
 
 
-def test_another_conversation_with_the_same_tools_behind_another_date_diverged() -> None:
-    played = Played()
-    tools = text(1, 600)
-    played.ask([*text(9, 20), 1, *tools, *text(2, 100)])
-    report = played.ask([*text(9, 20), 2, *tools, *text(3, 100)], cached=16)
+def test_new_conversation_after_changed_date_is_reported_as_diverged() -> None:
+    tracked = TrackedRequests()
+    tools = random_token_ids(1, 600)
+    tracked.ask([*random_token_ids(9, 20), 1, *tools, *random_token_ids(2, 100)])
+    report = tracked.ask([*random_token_ids(9, 20), 2, *tools, *random_token_ids(3, 100)], cached=16)
     assert report.tokens_by_reason == [("diverged", 600)]
     assert (report.turn, report.conversation) == (1, "r2")
 
 
-def test_tools_in_another_order_are_found_wherever_they_stand() -> None:
-    played = Played()
-    tools = [text(seed, 80) for seed in range(20, 26)]
-    rest = text(2, 300)
-    played.ask(joined(tools) + rest)
+def test_reordered_tools_are_reported_as_rewritten() -> None:
+    tracked = TrackedRequests()
+    tools = [random_token_ids(seed, 80) for seed in range(20, 26)]
+    rest = random_token_ids(2, 300)
+    tracked.ask(concatenate(tools) + rest)
     shuffled = [tools[index] for index in (0, 3, 1, 5, 4, 2)]
-    report = played.ask(joined(shuffled) + rest + text(3, 30), cached=80)
+    report = tracked.ask(concatenate(shuffled) + rest + random_token_ids(3, 30), cached=80)
     assert report.tokens_by_reason == [("rewritten", 5 * 80 + 300)]
 
 
-def test_thoughts_that_are_dropped_rewrite_the_answer() -> None:
-    played = Played()
-    prompt, thoughts, said = text(1, 150), text(2, 700), text(3, 120)
-    played.ask(prompt, answer=[*thoughts, *said])
-    report = played.ask([*prompt, *said, *text(4, 50)], cached=144)
+def test_dropped_reasoning_is_reported_as_rewritten_answer() -> None:
+    tracked = TrackedRequests()
+    prompt, thoughts, answer = random_token_ids(1, 150), random_token_ids(2, 700), random_token_ids(3, 120)
+    tracked.ask(prompt, answer=[*thoughts, *answer])
+    report = tracked.ask([*prompt, *answer, *random_token_ids(4, 50)], cached=144)
     assert report.tokens_by_reason == [("rewritten", 120)]
     assert report.nearest is not None
     assert (report.nearest.num_common, report.nearest.diverges_in, report.turn) == (150, "answer", 2)
 
 
-def test_a_prompt_that_goes_on_otherwise_with_nothing_moved_has_no_miss_but_says_where() -> None:
-    played = Played()
-    system = text(1, 130)
-    played.ask(system + text(2, 80))
-    report = played.ask(system + text(3, 80), cached=128)
+def test_new_suffix_has_no_miss_but_reports_divergence() -> None:
+    tracked = TrackedRequests()
+    system = random_token_ids(1, 130)
+    tracked.ask(system + random_token_ids(2, 80))
+    report = tracked.ask(system + random_token_ids(3, 80), cached=128)
     assert report.tokens_by_reason == []
     assert report.nearest is not None
     assert report.nearest.num_common == 130
 
 
-def test_choices_of_one_call_are_one_turn() -> None:
-    played = Played()
-    prompt = text(1, 100)
-    both = [played.request(prompt), played.request(prompt)]
-    played.misses.add_requests(both)
+def test_choices_of_request_count_as_single_turn() -> None:
+    tracked = TrackedRequests()
+    prompt = random_token_ids(1, 100)
+    both = [tracked.request(prompt), tracked.request(prompt)]
+    tracked.misses.add_requests(both)
     for each, cached in zip(both, (0, 96), strict=True):
-        played.step(each, cached, 100 - cached)
-    assert [played.end(each).turn for each in both] == [1, 1]
-    assert played.ask([*prompt, 7, 7, 7], cached=96).turn == 2
+        tracked.step(each, cached, 100 - cached)
+    assert [tracked.end(each).turn for each in both] == [1, 1]
+    assert tracked.ask([*prompt, 7, 7, 7], cached=96).turn == 2
 
 
-def test_a_first_prompt_that_is_asked_again_is_a_first_turn() -> None:
+def test_repeated_first_prompt_starts_new_conversation() -> None:
     """Two users may send the same first message, and one user may ask for another answer."""
-    played = Played()
-    first, answer, more = text(1, 100), text(2, 40), text(3, 30)
-    played.ask(first, answer=answer)
-    again = played.ask(first, cached=96, answer=answer)
+    tracked = TrackedRequests()
+    first, answer, more = random_token_ids(1, 100), random_token_ids(2, 40), random_token_ids(3, 30)
+    tracked.ask(first, answer=answer)
+    again = tracked.ask(first, cached=96, answer=answer)
     assert (again.turn, again.conversation) == (1, "r2")
-    second = played.ask([*first, *answer, *more], cached=128)
+    second = tracked.ask([*first, *answer, *more], cached=128)
     assert (second.turn, second.conversation) == (2, "r2")
-    other_answer = played.ask([*first, *answer, *more], cached=160)
+    other_answer = tracked.ask([*first, *answer, *more], cached=160)
     assert (other_answer.turn, other_answer.conversation) == (2, "r2")
 
 
-def test_a_first_prompt_behind_another_date_is_a_first_turn() -> None:
-    played = Played()
-    message = text(1, 200)
-    played.ask([*text(9, 20), 1, *message])
-    again = played.ask([*text(9, 20), 2, *message], cached=16)
+def test_first_prompt_after_changed_date_starts_new_conversation() -> None:
+    tracked = TrackedRequests()
+    message = random_token_ids(1, 200)
+    tracked.ask([*random_token_ids(9, 20), 1, *message])
+    again = tracked.ask([*random_token_ids(9, 20), 2, *message], cached=16)
     assert (again.turn, again.conversation) == (1, "r2")
     assert [reason for reason, _ in again.tokens_by_reason] == ["rewritten"]
 
 
-def test_an_answer_is_no_end_of_a_prompt() -> None:
+def test_prompt_ending_at_earlier_answer_is_next_turn() -> None:
     """A prompt that ends where an earlier answer ended is the next turn of that conversation."""
-    played = Played()
-    prompt, thoughts, answer = text(1, 150), text(2, 100), text(3, 120)
-    played.ask(prompt, answer=[*thoughts, *answer])
-    report = played.ask([*prompt, *answer], cached=144)
+    tracked = TrackedRequests()
+    prompt, thoughts, answer = random_token_ids(1, 150), random_token_ids(2, 100), random_token_ids(3, 120)
+    tracked.ask(prompt, answer=[*thoughts, *answer])
+    report = tracked.ask([*prompt, *answer], cached=144)
     assert report.turn == 2
 
 
-def test_a_request_of_an_engine_that_died_is_looked_at_again() -> None:
-    played = Played()
-    prompt = text(1, 200)
-    played.ask(prompt)
-    asked = played.request(prompt)
-    played.begin(asked, 192)
-    played.misses.record_engine_loss(0, [asked.id])
-    played.step(asked, 0, 200)
-    assert played.end(asked).tokens_by_reason == [("restarted", 192)]
+def test_request_replayed_after_engine_loss_reports_restart() -> None:
+    tracked = TrackedRequests()
+    prompt = random_token_ids(1, 200)
+    tracked.ask(prompt)
+    request = tracked.request(prompt)
+    tracked.begin(request, 192)
+    tracked.misses.record_engine_loss(0, [request.id])
+    tracked.step(request, 0, 200)
+    assert tracked.end(request).tokens_by_reason == [("restarted", 192)]
 
 
-def test_images_are_known_by_what_they_show() -> None:
-    played = Played()
-    prompt = [*text(1, 70), *[5] * 64, *text(2, 100)]
-    played.ask(prompt, spans=(MediaSpan(70, 64, b"a" * 16),))
-    same = played.ask(prompt, spans=(MediaSpan(70, 64, b"a" * 16),))
+def test_media_spans_are_compared_by_content_digest() -> None:
+    tracked = TrackedRequests()
+    prompt = [*random_token_ids(1, 70), *[5] * 64, *random_token_ids(2, 100)]
+    tracked.ask(prompt, spans=(MediaSpan(70, 64, b"a" * 16),))
+    same = tracked.ask(prompt, spans=(MediaSpan(70, 64, b"a" * 16),))
     assert same.tokens_by_reason == [("evicted", 224)]
-    other = played.ask(prompt, spans=(MediaSpan(70, 64, b"b" * 16),), cached=64)
+    other = tracked.ask(prompt, spans=(MediaSpan(70, 64, b"b" * 16),), cached=64)
     assert other.nearest is not None
     assert (other.tokens_by_reason, other.nearest.num_common, other.nearest.earlier_ids) == (
         [("rewritten", 100)],
@@ -265,55 +265,60 @@ def test_images_are_known_by_what_they_show() -> None:
     )
 
 
-def test_an_engine_without_a_prefix_cache_is_not_looked_at() -> None:
+def test_engine_without_prefix_cache_gets_no_report() -> None:
     misses = PrefixMissTracker(1)
-    made = Played().request(text(1, 100))
-    misses.add_requests([made])
-    misses.track_step(StepRecord(1, 0, 0, 1, 1, 1, 100, ((made.id, 0, 100),), ()), 0, EngineStats(), "1")
-    assert misses.get_request_report(made.id) is None
-    misses.finish_request(made.id, [])
+    request = TrackedRequests().request(random_token_ids(1, 100))
+    misses.add_requests([request])
+    misses.track_step(StepRecord(1, 0, 0, 1, 1, 1, 100, ((request.id, 0, 100),), ()), 0, EngineStats(), "1")
+    assert misses.get_request_report(request.id) is None
+    misses.finish_request(request.id, [])
 
 
-def test_memory_keeps_to_its_bounds_and_forgets_what_is_old() -> None:
+def test_tracker_memory_is_bounded_and_oldest_prompts_are_evicted() -> None:
     tracemalloc.start()
     try:
-        played = Played(max_tenant_bytes=1 << 17, max_total_bytes=3 << 17)
+        tracked = TrackedRequests(max_tenant_bytes=1 << 17, max_total_bytes=3 << 17)
         before = tracemalloc.get_traced_memory()[0]
         for number in range(40):
-            played.ask(text(number, 2000), tenant=f"t{number % 5}", cache_salt="x", answer=text(-number, 100))
-            assert played.misses.total_bytes <= 3 << 17
+            tracked.ask(
+                random_token_ids(number, 2000),
+                tenant=f"t{number % 5}",
+                cache_salt="x",
+                answer=random_token_ids(-number, 100),
+            )
+            assert tracked.misses.total_bytes <= 3 << 17
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     assert used < 3 << 17, "the estimate of a piece is too low"
     assert used > 3 << 16, "the estimate is far too high"
-    assert played.ask(text(39, 2000), tenant="t4", cache_salt="x").tokens_by_reason == [("evicted", 1984)]
-    assert played.ask(text(4, 2000), tenant="t4", cache_salt="x").tokens_by_reason == [], "forgotten"
+    assert tracked.ask(random_token_ids(39, 2000), tenant="t4", cache_salt="x").tokens_by_reason == [("evicted", 1984)]
+    assert tracked.ask(random_token_ids(4, 2000), tenant="t4", cache_salt="x").tokens_by_reason == [], "forgotten"
 
 
-PIECES = st.lists(st.sampled_from([text(seed, 24) for seed in range(8)]), max_size=8)
+PIECES = st.lists(st.sampled_from([random_token_ids(seed, 24) for seed in range(8)]), max_size=8)
 
 
 @given(PIECES, PIECES)
 @settings(max_examples=examples(120), deadline=None)
-def test_equal_pieces_are_equal_and_apart(old: list[list[int]], new: list[list[int]]) -> None:
-    one, other = joined(old), joined(new)
-    found = find_equal_runs(array("i", one).tobytes(), array("i", other).tobytes())
+def test_equal_runs_match_and_do_not_overlap(old: list[list[int]], new: list[list[int]]) -> None:
+    old_ids, new_ids = concatenate(old), concatenate(new)
+    runs = find_equal_runs(array("i", old_ids).tobytes(), array("i", new_ids).tobytes())
     covered: set[int] = set()
-    for piece in found:
+    for piece in runs:
         assert (
-            one[piece.old_start : piece.old_start + piece.length]
-            == other[piece.new_start : piece.new_start + piece.length]
+            old_ids[piece.old_start : piece.old_start + piece.length]
+            == new_ids[piece.new_start : piece.new_start + piece.length]
         )
         places = set(range(piece.new_start, piece.new_start + piece.length))
         assert len(places) == piece.length >= 16
         assert not places & covered
         covered |= places
-    if one and one == other:
-        assert len(covered) == len(one) or len(set(map(tuple, old))) < len(old)
-    prefix = common_prefix_length(array("i", one).tobytes(), array("i", other).tobytes())
-    assert one[:prefix] == other[:prefix]
-    assert one[prefix : prefix + 1] != other[prefix : prefix + 1] or prefix == min(len(one), len(other))
+    if old_ids and old_ids == new_ids:
+        assert len(covered) == len(old_ids) or len(set(map(tuple, old))) < len(old)
+    prefix = common_prefix_length(array("i", old_ids).tobytes(), array("i", new_ids).tobytes())
+    assert old_ids[:prefix] == new_ids[:prefix]
+    assert old_ids[prefix : prefix + 1] != new_ids[prefix : prefix + 1] or prefix == min(len(old_ids), len(new_ids))
 
 
 STEPS = st.lists(
@@ -324,15 +329,15 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=examples(100), deadline=None)
-def test_never_more_is_missed_than_was_computed(steps: list[tuple[int, int, int, int, int]]) -> None:
+def test_missed_tokens_never_exceed_computed_tokens(steps: list[tuple[int, int, int, int, int]]) -> None:
     """For any requests in any order: missed tokens are among the computed ones, all counts are positive, and the tree's
     usage order holds (the tracker asserts this when it evicts).
     """
-    played = Played(max_tenant_bytes=20_000, max_total_bytes=40_000)
+    tracked = TrackedRequests(max_tenant_bytes=20_000, max_total_bytes=40_000)
     for seed, count, tenant, cached, answer in steps:
-        prompt = text(seed, count)[: count // 2] + text(seed + (count % 3), count) + [3]
-        found = min(cached * UNIT, (len(prompt) - 1) // UNIT * UNIT)
-        report = played.ask(prompt, found, answer=text(9, answer), tenant=f"t{tenant}")
-        assert 0 <= report.num_missed_tokens <= len(prompt) - found
+        prompt = random_token_ids(seed, count)[: count // 2] + random_token_ids(seed + (count % 3), count) + [3]
+        num_cached = min(cached * UNIT, (len(prompt) - 1) // UNIT * UNIT)
+        report = tracked.ask(prompt, num_cached, answer=random_token_ids(9, answer), tenant=f"t{tenant}")
+        assert 0 <= report.num_missed_tokens <= len(prompt) - num_cached
         assert all(tokens > 0 for _, tokens in report.tokens_by_reason)
-        assert played.misses.total_bytes <= 40_000
+        assert tracked.misses.total_bytes <= 40_000

@@ -10,7 +10,7 @@ import pytest
 from quire.engine.processes.child import Child
 
 
-async def test_it_gets_its_configuration_and_ends_when_its_standard_input_closes() -> None:
+async def test_child_reads_configuration_and_exits_when_stdin_closes() -> None:
     script = "import sys; print(sys.stdin.readline(), end='', flush=True); sys.stdin.read()"
     child = Child(["-c", script], b"all of it", stdout=PIPE)
     with child.process.stdout as stdout:  # type: ignore[union-attr]
@@ -20,17 +20,17 @@ async def test_it_gets_its_configuration_and_ends_when_its_standard_input_closes
     assert child.returncode == 0
 
 
-async def test_one_that_does_not_end_is_killed() -> None:
+async def test_child_that_does_not_exit_is_killed() -> None:
     child = Child(["-c", "import time; time.sleep(600)"])
     await child.stop(0.05)
     assert child.returncode == -signal.SIGKILL
 
 
-async def test_one_that_ends_before_it_has_read_its_configuration_is_no_error() -> None:
+async def test_child_may_exit_before_reading_configuration() -> None:
     child = Child(["-c", "import os; os._exit(3)"], b"x" * 4096)
     assert await child.wait_for_exit() == 3
 
 
-def test_an_environment_that_the_system_refuses_is_an_error() -> None:
+def test_child_with_too_large_environment_raises_os_error() -> None:
     with pytest.raises(OSError):
         Child(["-c", ""], environment={"LARGE": "x" * 2**22})

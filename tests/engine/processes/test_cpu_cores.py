@@ -11,7 +11,7 @@ import pytest
 from quire.engine.processes.cpu_cores import allowed_cores, node_cores, stay_on
 
 
-def machine(root: Path, *nodes: str) -> Path:
+def write_numa_nodes(root: Path, *nodes: str) -> Path:
     for number, cores in enumerate(nodes):
         folder = root / f"sys/devices/system/node/node{number}"
         folder.mkdir(parents=True)
@@ -34,28 +34,30 @@ def machine(root: Path, *nodes: str) -> Path:
         ([*(str(number) for number in range(12))], 12, [{number} for number in range(12)]),  # node10 is after node9
     ],
 )
-def test_ranks_get_nodes(nodes: list[str], ranks: int, expected: list[set[int]] | None, tmp_path: Path) -> None:
-    assert node_cores(ranks, set(range(16)), machine(tmp_path, *nodes)) == expected
+def test_node_cores_assigns_numa_nodes_to_ranks(
+    nodes: list[str], ranks: int, expected: list[set[int]] | None, tmp_path: Path
+) -> None:
+    assert node_cores(ranks, set(range(16)), write_numa_nodes(tmp_path, *nodes)) == expected
 
 
-def test_no_core_is_used_that_is_not_allowed(tmp_path: Path) -> None:
-    root = machine(tmp_path, "0-3", "4-7")
+def test_node_cores_uses_only_allowed_cores(tmp_path: Path) -> None:
+    root = write_numa_nodes(tmp_path, "0-3", "4-7")
     assert node_cores(2, {2, 3, 4}, root) == [{2, 3}, {4}]
     assert node_cores(2, {0, 1}, root) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone can bind threads")
-def test_a_thread_stays_there_and_others_do_not() -> None:
+def test_stay_on_binds_only_calling_thread() -> None:
     before = allowed_cores()
-    one, found = {min(before)}, []
+    core, cores_of_thread = {min(before)}, []
 
     def work() -> None:
-        stay_on(one)
+        stay_on(core)
         stay_on(set())
-        found.append(allowed_cores())
+        cores_of_thread.append(allowed_cores())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [one]
+    assert cores_of_thread == [core]
     assert allowed_cores() == before

@@ -36,7 +36,9 @@ LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len nee
         (-63, None, 0, "was killed by signal 63", True),
     ],
 )
-def test_the_cause_of_an_exit(code: int, sender: int | None, oom: int | None, description: str, external: bool) -> None:
+def test_exit_cause_describes_exit_code_and_signal(
+    code: int, sender: int | None, oom: int | None, description: str, external: bool
+) -> None:
     cause = exit_cause(code, sender=sender, oom_kills=oom)
     assert (cause.description, cause.external) == (description, external)
 
@@ -64,19 +66,19 @@ def run_until_dead(act: str, number: int | None = None) -> tuple[int, list[objec
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(act=act), str(writer)], pass_fds=(writer,))
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        found: list[object] = []
+        messages: list[object] = []
         for line in pipe:
             message = decode_heartbeat(line)
             if isinstance(message, RequestsBegan) and number is not None:
                 process.send_signal(number)
             if not isinstance(message, Alive):
-                found.append(message)
-    return process.wait(), found
+                messages.append(message)
+    return process.wait(), messages
 
 
 @LINUX
 @pytest.mark.parametrize("number", sorted(FAULT_SIGNALS), ids=lambda number: signal.Signals(number).name)
-def test_the_sender_of_a_fault_signal_is_reported(number: int) -> None:
+def test_heartbeat_reports_sender_of_fault_signal(number: int) -> None:
     assert run_until_dead("", number) == (-number, [RequestsBegan(["up"]), FaultSignal(os.getpid())])
 
 
@@ -90,7 +92,7 @@ def test_the_sender_of_a_fault_signal_is_reported(number: int) -> None:
         ("import threading; threading.Thread(target=ctypes.string_at, args=(0,)).start()", signal.SIGSEGV),
     ],
 )
-def test_a_fault_of_the_process_itself_ends_it_without_a_report(act: str, number: int) -> None:
+def test_own_fault_ends_process_without_report(act: str, number: int) -> None:
     assert run_until_dead(act) == (-number, [RequestsBegan(["up"])])
 
 
@@ -111,9 +113,11 @@ os._exit(0)
 """
 
 
-def test_progress_outside_of_steps_does_not_look_like_a_step_that_hangs() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRESS_OUTSIDE_A_STEP], capture_output=True, text=True, check=True)
-    assert done.stdout == "0\n"
+def test_progress_outside_steps_is_not_reported_as_stuck() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", PROGRESS_OUTSIDE_A_STEP], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == "0\n"
 
 
 def write_fake_proc(root: Path, *threads: tuple[float, str]) -> Path:
@@ -126,7 +130,7 @@ def write_fake_proc(root: Path, *threads: tuple[float, str]) -> Path:
     return root
 
 
-def test_time_in_which_a_process_could_not_compute_does_not_count(tmp_path: Path) -> None:
+def test_runnable_clock_excludes_cpu_and_disk_waits(tmp_path: Path) -> None:
     clock = RunnableClock(1, write_fake_proc(tmp_path, (100.0, "R"), (50.0, "S")))
     clock.advance(4.0, inspect=False)
     clock.advance(1.0, inspect=True)
@@ -148,26 +152,26 @@ def test_time_in_which_a_process_could_not_compute_does_not_count(tmp_path: Path
     assert clock.seconds == 8.5, "the first inspection has nothing to compare with"
 
 
-def test_a_standstill_is_of_a_process_that_could_compute_and_does_not(tmp_path: Path) -> None:
-    def computed(ticks: int) -> None:
+def test_standstill_counts_only_idle_runnable_time(tmp_path: Path) -> None:
+    def write_cpu_ticks(ticks: int) -> None:
         fields = ["S", *map(str, range(10)), str(ticks), "3"]
         (tmp_path / "1" / "stat").write_text(f"1 (a) b ({' '.join(fields)}".replace("(S", ") S", 1))
 
     write_fake_proc(tmp_path, (0.0, "S"))
-    computed(5)
+    write_cpu_ticks(5)
     standstill = Standstill(1, tmp_path)
     assert standstill.advance(1.0) == 1.0
     assert standstill.advance(1.0) == 2.0
     write_fake_proc(tmp_path, (0.75, "R"))
     assert standstill.advance(1.0) == 2.25, "it waited for a processor"
-    computed(6)
+    write_cpu_ticks(6)
     assert standstill.advance(1.0) == 0.0
     assert standstill.advance(1.0) == 1.0
     (tmp_path / "1" / "stat").unlink()
     assert standstill.advance(1.0) == 0.0, "of one that has ended nothing is known"
 
 
-def test_without_proc_the_clock_shows_wall_clock_time(tmp_path: Path) -> None:
+def test_runnable_clock_without_proc_equals_wall_clock(tmp_path: Path) -> None:
     clock = RunnableClock(1, tmp_path)
     clock.advance(2.0, inspect=True)
     clock.advance(2.0, inspect=True)
@@ -177,7 +181,7 @@ def test_without_proc_the_clock_shows_wall_clock_time(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_a_starved_process_is_distinguished_from_a_hung_one() -> None:
+def test_runnable_clock_distinguishes_starved_from_hung_process() -> None:
     """Compare a process that gets almost no CPU time, because two others use it up, with one that waits forever.
 
     Wall-clock time cannot distinguish the two; the clock must.
@@ -210,7 +214,7 @@ def test_a_starved_process_is_distinguished_from_a_hung_one() -> None:
 
 
 @LINUX
-def test_a_stopped_process_is_recognised() -> None:
+def test_is_stopped_detects_sigstop() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     try:
         assert not is_stopped(process.pid)
@@ -225,7 +229,7 @@ def test_a_stopped_process_is_recognised() -> None:
         process.wait()
 
 
-def test_kills_for_lack_of_memory_are_read_from_the_control_group_or_else_from_vmstat(tmp_path: Path) -> None:
+def test_oom_kills_reads_cgroup_before_vmstat(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/vmstat").write_text("pgfault 3\noom_kill 5\n")
     assert oom_kills(tmp_path) == 5

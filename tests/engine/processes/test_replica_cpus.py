@@ -14,7 +14,7 @@ from quire.engine.processes.cpu_cores import cpu_quota, usable_cpus
 ALLOWED = len(os.sched_getaffinity(0))
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
+def write_files(root: Path, files: dict[str, str]) -> Path:
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
@@ -61,13 +61,13 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_quota_of_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    assert cpu_quota(write(tmp_path, files)) == quota
-    wanted = ALLOWED if quota is None else max(min(ALLOWED, int(quota)), 1)
-    assert usable_cpus(tmp_path) == wanted
+def test_usable_cpus_respects_cgroup_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    assert cpu_quota(write_files(tmp_path, files)) == quota
+    expected = ALLOWED if quota is None else max(min(ALLOWED, int(quota)), 1)
+    assert usable_cpus(tmp_path) == expected
 
 
-def test_cpuset_counts(tmp_path: Path) -> None:
+def test_usable_cpus_respects_cpu_affinity(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
@@ -76,9 +76,9 @@ def test_cpuset_counts(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
 
 
-def test_replicas_share_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_threads_respect_cpu_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    root = write(tmp_path, {"sys/fs/cgroup/cpu.max": "100000 100000\n"})
+    root = write_files(tmp_path, {"sys/fs/cgroup/cpu.max": "100000 100000\n"})
     config = EngineConfig(model="m", data_parallel_size=2)
     cores = [set(range(16)), set(range(16, 32))]
     assert replica_config(config, 0, cores, root).threads == 1

@@ -14,7 +14,7 @@ from quire.engine.processes.wire import LONGEST_TURN, MOST_IN_TURN, Wire
 COUNT = 5 * MOST_IN_TURN
 
 
-async def turns_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> int:
+async def count_other_task_turns(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> int:
     """Count how often another task runs while COUNT waiting messages are received, each of which takes `seconds`."""
     now = 0.0
     monkeypatch.setattr(clock, "monotonic", lambda: now)
@@ -43,13 +43,15 @@ async def turns_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds
     return turns
 
 
-async def test_short_messages_share_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wire_yields_to_event_loop_after_batch_of_short_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fewest = COUNT // MOST_IN_TURN - 1  # no switch has to follow the last message
-    assert fewest <= await turns_of_others(tmp_path, monkeypatch, 0.0) <= 2 * fewest
+    assert fewest <= await count_other_task_turns(tmp_path, monkeypatch, 0.0) <= 2 * fewest
 
 
-async def test_messages_that_take_long_end_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wire_yields_to_event_loop_after_slow_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tests/e2e/test_hostile_bodies.py with 16 beam searches, 16 messages of 8 ms each held the event loop for 0.13
     s.
     """
-    assert await turns_of_others(tmp_path, monkeypatch, 0.6 * LONGEST_TURN) >= COUNT // 3
+    assert await count_other_task_turns(tmp_path, monkeypatch, 0.6 * LONGEST_TURN) >= COUNT // 3

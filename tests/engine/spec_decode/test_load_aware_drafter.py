@@ -17,7 +17,7 @@ FREE = StepCosts((1, 128), (1.0, 1.1))
 DEAR = StepCosts((1, 128), (1.0, 128.0))
 
 
-class Noted(Drafter):
+class RecordingDrafter(Drafter):
     """Drafts one token for each request, and records which requests it was asked about."""
 
     def __init__(self) -> None:
@@ -28,53 +28,53 @@ class Noted(Drafter):
         return [Draft([int(seq.engine_request.id)]) for seq, _ in asked]
 
 
-def sequences(count: int, grammar: Grammar | None = None) -> list[Request]:
+def make_requests(count: int, grammar: Grammar | None = None) -> list[Request]:
     params = SamplingParams(max_tokens=100, grammar=grammar)
     requests = [EngineCoreRequest(id=str(number), prompt_ids=[5], params=params, seed=0) for number in range(count)]
     return [Request(request, number, 100, drafting=True) for number, request in enumerate(requests)]
 
 
-def looked_at(drafter: LoadAwareDrafter, noted: Noted, seqs: list[Request]) -> list[str]:
+def propose_drafts(drafter: LoadAwareDrafter, noted: RecordingDrafter, seqs: list[Request]) -> list[str]:
     """Run one step in which no draft is accepted; return the ids of the drafted requests.
 
     Asserts that each draft belongs to its request.
     """
     noted.asked = [[]]
-    guesses = drafter.propose([(seq, 9) for seq in seqs], len(seqs))
-    looked = noted.asked[-1]
-    assert [guess.token_ids for guess in guesses] == [
-        [int(seq.engine_request.id)] if seq.engine_request.id in looked else [] for seq in seqs
+    drafts = drafter.propose([(seq, 9) for seq in seqs], len(seqs))
+    drafted_ids = noted.asked[-1]
+    assert [guess.token_ids for guess in drafts] == [
+        [int(seq.engine_request.id)] if seq.engine_request.id in drafted_ids else [] for seq in seqs
     ]
     for seq in seqs:
         seq.token_ids.append(7)
-    return looked
+    return drafted_ids
 
 
-def test_all_are_looked_at_where_drafts_cost_little() -> None:
-    noted, seqs = Noted(), sequences(20)
-    drafter = LoadAwareDrafter(noted, FREE)
-    assert [len(looked_at(drafter, noted, seqs)) for _ in range(5)] == [20] * 5
+def test_all_requests_are_drafted_when_steps_are_cheap() -> None:
+    recording, seqs = RecordingDrafter(), make_requests(20)
+    drafter = LoadAwareDrafter(recording, FREE)
+    assert [len(propose_drafts(drafter, recording, seqs)) for _ in range(5)] == [20] * 5
 
 
-def test_under_load_each_is_looked_at_in_turn() -> None:
-    noted, seqs = Noted(), sequences(20)
-    drafter = LoadAwareDrafter(noted, DEAR)
-    steps = [looked_at(drafter, noted, seqs) for _ in range(PROBE_INTERVAL)]
+def test_requests_are_probed_in_turn_under_load() -> None:
+    recording, seqs = RecordingDrafter(), make_requests(20)
+    drafter = LoadAwareDrafter(recording, DEAR)
+    steps = [propose_drafts(drafter, recording, seqs) for _ in range(PROBE_INTERVAL)]
     assert sorted(name for step in steps for name in step) == sorted(seq.engine_request.id for seq in seqs)
     assert max(map(len, steps)) <= 1 + 20 // PROBE_INTERVAL
 
 
-def test_under_load_those_are_looked_at_whose_guesses_are_tried_and_those_with_a_grammar() -> None:
-    noted, seqs = Noted(), sequences(20)
-    drafter = LoadAwareDrafter(noted, DEAR)
+def test_requests_with_tried_drafts_or_grammar_stay_drafted_under_load() -> None:
+    recording, seqs = RecordingDrafter(), make_requests(20)
+    drafter = LoadAwareDrafter(recording, DEAR)
     for _ in range(PROBE_INTERVAL):
         drafter.record_acceptance(seqs[3], 1, 0)
-        assert "3" in looked_at(drafter, noted, seqs)
+        assert "3" in propose_drafts(drafter, recording, seqs)
     drafter.record_acceptance(seqs[3], 1, 1)
     drafter.forget_request(seqs[3])
-    assert sum("3" in looked_at(drafter, noted, seqs) for _ in range(PROBE_INTERVAL)) == 1
-    held = sequences(20, Grammar("regex", "a*"))
-    assert [len(looked_at(drafter, noted, held)) for _ in range(3)] == [20] * 3
+    assert sum("3" in propose_drafts(drafter, recording, seqs) for _ in range(PROBE_INTERVAL)) == 1
+    held = make_requests(20, Grammar("regex", "a*"))
+    assert [len(propose_drafts(drafter, recording, held)) for _ in range(3)] == [20] * 3
 
 
 @given(
@@ -84,7 +84,7 @@ def test_under_load_those_are_looked_at_whose_guesses_are_tried_and_those_with_a
     st.lists(st.integers(0, 3), min_size=1, max_size=12),
     st.floats(0.1, 0.99),
 )
-def test_no_draft_pays_that_is_less_likely_than_the_least_chance(
+def test_no_draft_is_chosen_below_break_even_rate(
     rows: int, others: int, steps: list[float], lengths: list[int], part: float
 ) -> None:
     costs = StepCosts(COUNTS, tuple(0.5 + sum(steps[: place + 1]) for place in range(len(COUNTS))))

@@ -36,34 +36,34 @@ def sequence(tokens: list[int], name: str = "a", salt: str = "", prompt: int | N
     return Request(request, 0, 100, drafting=True)
 
 
-def searched(text: list[int], least: int) -> tuple[int, int] | None:
+def find_longest_match(text: list[int], least: int) -> tuple[int, int] | None:
     """The longest match at the end of `text`, as the number of matched tokens and the place that follows it.
 
     Only the latest MAX_CANDIDATES places that follow the longest n-gram at the end of `text` count.
     """
     for gram in sorted({least, *(each for each in NGRAM_LENGTHS if each > least)}, reverse=True):
         places = [at for at in range(gram, len(text)) if text[at - gram : at] == text[-gram:]][-MAX_CANDIDATES:]
-        found = []
+        matches = []
         for at in places:
             length = 0
             while length < min(at, MAX_MATCH_LENGTH) and text[at - 1 - length] == text[-1 - length]:
                 length += 1
-            found.append((length, at))
-        if found:
-            return max(found)
+            matches.append((length, at))
+        if matches:
+            return max(matches)
     return None
 
 
 @given(TEXTS, TEXTS, st.integers(1, 4))
-def test_the_longest_match_is_found_while_a_text_grows(begin: list[int], more: list[int], least: int) -> None:
+def test_ngram_drafter_finds_longest_match_as_text_grows(begin: list[int], more: list[int], least: int) -> None:
     seq, lookup = sequence(begin), NgramDrafter(least)
     for token in [*more, None]:
-        wanted = searched(seq.token_ids, least)
+        expected = find_longest_match(seq.token_ids, least)
         ((drafts, kinds, _),) = lookup.propose([(seq, 5)], 1)
-        if wanted is None:
+        if expected is None:
             assert drafts == []
         else:
-            length, at = wanted
+            length, at = expected
             assert drafts == (seq.token_ids[at:] * 5)[:5]  # a text that is too short repeats from the match
             assert {1 << kind - 1 <= length < 1 << kind for kind in kinds} == {True}
             assert len(kinds) == len(drafts)
@@ -71,34 +71,34 @@ def test_the_longest_match_is_found_while_a_text_grows(begin: list[int], more: l
             seq.token_ids.append(token)
 
 
-def test_a_text_that_repeats_itself_is_continued() -> None:
+def test_copy_continuation_repeats_periodic_text() -> None:
     assert copy_continuation(MatchPosition([1, 2, 3, 7, 8], 3), 5) == [7, 8, 7, 8, 7]
     assert copy_continuation(MatchPosition([1, 2, 3, 7, 8], 5), 5) == []
 
 
-def test_recent_answers_are_found_by_requests_of_the_same_salt_alone() -> None:
+def test_recent_answers_are_drafted_only_within_cache_salt() -> None:
     lookup = SuffixDrafter(2)
     lookup.forget_request(sequence([5, 6, 7, 8, 9], prompt=2, salt="ours"))
-    asked = [(sequence([1, 6, 7], "same", "ours"), 4), (sequence([1, 6, 7], "other", "theirs"), 4)]
-    assert [guess.token_ids for guess in lookup.propose(asked, 2)] == [[8, 9, 8, 9], []]
+    requests = [(sequence([1, 6, 7], "same", "ours"), 4), (sequence([1, 6, 7], "other", "theirs"), 4)]
+    assert [guess.token_ids for guess in lookup.propose(requests, 2)] == [[8, 9, 8, 9], []]
 
 
-def test_a_sequence_s_own_text_wins_where_both_match_alike() -> None:
+def test_own_text_is_preferred_to_equally_long_shared_match() -> None:
     lookup = SuffixDrafter(2)
     lookup.forget_request(sequence([0, 6, 7, 8], prompt=2))
     assert lookup.propose([(sequence([3, 6, 7, 1, 4, 6, 7]), 1)], 1)[0].token_ids == [1]
 
 
-def test_the_recent_answers_that_are_held_are_bounded() -> None:
+def test_recent_answers_are_bounded_and_oldest_evicted() -> None:
     lookup, answer = SuffixDrafter(1), list(range(1000, 1000 + MAX_SHARED_TOKENS // 4))
     for number in range(12):
         lookup.forget_request(sequence([1, 100 + number, *answer], prompt=1))
-    found = [bool(lookup.propose([(sequence([2, 100 + number], "b"), 1)], 1)[0].token_ids) for number in range(12)]
-    assert found[-3:] == [True] * 3
-    assert not any(found[:4])
+    has_draft = [bool(lookup.propose([(sequence([2, 100 + number], "b"), 1)], 1)[0].token_ids) for number in range(12)]
+    assert has_draft[-3:] == [True] * 3
+    assert not any(has_draft[:4])
 
 
-def test_an_index_gives_the_latest_places_first() -> None:
+def test_ngram_index_returns_latest_matches_first() -> None:
     index, text = NgramIndex(1), [4] * 20
     index.index_tokens(text, 0, len(text))
     assert [at for _, at in index.find_matches([0, 4])] == list(range(19, 19 - MAX_CANDIDATES, -1))

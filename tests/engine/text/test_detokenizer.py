@@ -46,7 +46,7 @@ def stream(ids: Sequence[int], text: IncrementalDetokenizer, sizes: Sequence[int
 
 @each_tokenizer
 @given(text=texts, sizes=SPLITS, skip=st.booleans())
-def test_deltas_add_up_to_the_decoded_text(tokenizer: Tokenizer, text: str, sizes: list[int], skip: bool) -> None:
+def test_deltas_concatenate_to_decoded_text(tokenizer: Tokenizer, text: str, sizes: list[int], skip: bool) -> None:
     ids = tokenizer.encode(text)
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
     assert stream(ids, IncrementalDetokenizer(tokenizer, skip_special_tokens=skip), sizes) == expected
@@ -54,7 +54,7 @@ def test_deltas_add_up_to_the_decoded_text(tokenizer: Tokenizer, text: str, size
 
 @each_tokenizer
 @given(text=texts, cut=st.integers(0, 40))
-def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(tokenizer: Tokenizer, text: str, cut: int) -> None:
+def test_streamed_text_continues_decoded_prompt(tokenizer: Tokenizer, text: str, cut: int) -> None:
     ids = tokenizer.encode(text)
     prompt, rest = ids[:cut], ids[cut:]
     before = tokenizer.decode(prompt)
@@ -65,13 +65,13 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(tokenizer: Tokenizer,
 
 @each_tokenizer
 @given(data=st.data())
-def test_any_ids_stream_to_the_same_text_however_they_are_split(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_streamed_text_does_not_depend_on_chunk_sizes(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     whole = IncrementalDetokenizer(tokenizer).push_tokens(ids, final=True).text
     assert stream(ids, IncrementalDetokenizer(tokenizer), data.draw(SPLITS)) == whole
 
 
-def test_byte_level_text_of_any_ids_equals_what_the_library_decodes() -> None:
+def test_byte_level_text_of_any_ids_equals_decode() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
 
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
@@ -82,14 +82,14 @@ def test_byte_level_text_of_any_ids_equals_what_the_library_decodes() -> None:
 
 
 @each_tokenizer
-def test_a_character_is_given_out_with_its_last_token(tokenizer: Tokenizer) -> None:
+def test_character_is_streamed_with_last_token(tokenizer: Tokenizer) -> None:
     text = IncrementalDetokenizer(tokenizer)
     for token_id in tokenizer.encode("a😀b", add_special_tokens=False):
         assert REPLACEMENT_CHARACTER not in text.push_tokens([token_id]).text
 
 
 @each_tokenizer
-def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_replaced_at_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab😀", add_special_tokens=False)[:-1]
     shown = stream(ids, IncrementalDetokenizer(tokenizer))
     assert shown == tokenizer.decode(ids)
@@ -97,7 +97,7 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
 
 
 @given(text=texts, sizes=SPLITS)
-def test_the_window_decoder_works_without_knowing_the_scheme(text: str, sizes: list[int]) -> None:
+def test_window_decoder_equals_decode(text: str, sizes: list[int]) -> None:
     tokenizer = sentence_piece_tokenizer().tokenizer
     if REPLACEMENT_CHARACTER in text:
         return  # this decoder takes U+FFFD for an unfinished character
@@ -118,33 +118,33 @@ words = st.text("ab😀c ", min_size=1, max_size=5)
 )
 @example(text="ab c", stop=["ab c", "b"], sizes=[], include=False)
 @example(text="aab", stop=["ab"], sizes=[], include=True)
-def test_stop_strings_end_the_text_where_the_first_is_completed(
+def test_first_completed_stop_string_ends_text(
     tokenizer: Tokenizer, text: str, stop: list[str], sizes: list[int], include: bool
 ) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     decoded = tokenizer.decode(ids)
-    ends = [(decoded.index(one) + len(one), decoded.index(one)) for one in stop if one in decoded]
-    expected = decoded if not ends else decoded[: min(ends)[0 if include else 1]]
+    stop_ranges = [(decoded.index(one) + len(one), decoded.index(one)) for one in stop if one in decoded]
+    expected = decoded if not stop_ranges else decoded[: min(stop_ranges)[0 if include else 1]]
     assert stream(ids, IncrementalDetokenizer(tokenizer, stop=stop, include_stop=include), sizes) == expected
 
 
 @given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_exactly_the_text_that_may_begin_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
+def test_only_possible_stop_string_prefix_is_held_back(text: str, stop: list[str]) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    shown, so_far = IncrementalDetokenizer(tokenizer, stop=stop), ""
+    detokenizer, so_far = IncrementalDetokenizer(tokenizer, stop=stop), ""
     seen = ""
     for token_id in tokenizer.encode(text):
-        delta = shown.push_tokens([token_id])
+        delta = detokenizer.push_tokens([token_id])
         so_far += delta.text
         seen += tokenizer.decode([token_id])
         if delta.stop_string is not None:
             assert not any(one in so_far for one in stop)
             return
-        held = seen[len(so_far) :]
-        assert held == "" or any(one.startswith(held) for one in stop)
+        hidden = seen[len(so_far) :]
+        assert hidden == "" or any(one.startswith(hidden) for one in stop)
 
 
-def test_tokens_are_given_out_with_the_text_they_begin() -> None:
+def test_delta_offsets_come_with_token_text() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     ids = tokenizer.encode("xé!stop", add_special_tokens=False)
     text = IncrementalDetokenizer(tokenizer, stop=["stop"])
@@ -154,18 +154,18 @@ def test_tokens_are_given_out_with_the_text_they_begin() -> None:
     assert deltas[-1].stop_string == "stop"
 
 
-def test_used_counts_the_ids_up_to_the_end_of_the_stop_string() -> None:
+def test_num_used_ids_ends_with_stop_string() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     delta = IncrementalDetokenizer(tokenizer, stop=["bc"]).push_tokens(tokenizer.encode("abcdef"))
     assert (delta.text, delta.num_used_ids, delta.offsets) == ("a", 3, (0,))
 
 
-def test_the_text_of_the_first_min_tokens_is_not_searched() -> None:
+def test_stop_strings_are_ignored_within_min_tokens() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     assert stream(tokenizer.encode("abab"), IncrementalDetokenizer(tokenizer, stop=["b"], min_tokens=2)) == "aba"
 
 
-def test_the_token_that_ended_an_answer_counts_but_has_no_text() -> None:
+def test_stop_token_counts_but_adds_no_text() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     ids = tokenizer.encode("abc")
     output = EngineCoreOutput(id="1", new_ids=ids, finish_reason="stop", stop_reason=ids[-1])
@@ -177,7 +177,7 @@ def test_the_token_that_ended_an_answer_counts_but_has_no_text() -> None:
 
 
 @each_tokenizer
-def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
+def test_shown_ids_appear_when_special_tokens_are_skipped(tokenizer: Tokenizer) -> None:
     first, second, *_ = sorted(tokenizer.special_token_ids)
     for skip, expected in ((True, [first]), (False, [first, second])):
         stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, shown_ids=frozenset([first]))
@@ -188,7 +188,7 @@ def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("scheme", ["byte_level", "sentence_piece", "window"])
 @pytest.mark.parametrize("character", ["é", "€", "\U0001f600"])
 @pytest.mark.parametrize("rest", ["", "z"])
-def test_character_that_the_prompt_begins_is_completed(scheme: str, character: str, rest: str) -> None:
+def test_character_begun_in_prompt_is_completed(scheme: str, character: str, rest: str) -> None:
     """The prompt ends inside a character: the tokens that complete it yield the whole character and no U+FFFD (issue
     58).
     """

@@ -28,7 +28,9 @@ THOUGHTS = (
 )
 
 
-def save(folder: Path, *, added: tuple[str, ...], template: str | None = None, **files: object) -> Path:
+def save_tokenizer_folder(
+    folder: Path, *, added: tuple[str, ...], template: str | None = None, **files: object
+) -> Path:
     """A folder with a byte-level tokenizer and the special tokens `added` from id 256 on; `files` are JSON by file
     stem.
     """
@@ -51,11 +53,11 @@ def save(folder: Path, *, added: tuple[str, ...], template: str | None = None, *
     return folder
 
 
-def ends(folder: Path) -> set[int]:
+def eos_token_ids(folder: Path) -> set[int]:
     """The EOS ids of the model configuration; asserts that the tokenizer has the same."""
-    said = read_model_config(folder).eos_token_ids
-    assert Tokenizer.from_pretrained(folder).eos_token_ids == said
-    return set(said)
+    eos_ids = read_model_config(folder).eos_token_ids
+    assert Tokenizer.from_pretrained(folder).eos_token_ids == eos_ids
+    return set(eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +74,16 @@ def ends(folder: Path) -> set[int]:
         ({"tokenizer_config": {"eos_token": "<absent>"}}, set()),
     ],
 )
-def test_every_file_may_name_an_end(tmp_path: Path, files: dict[str, object], expected: set[int]) -> None:
-    folder = save(tmp_path, added=("<|endoftext|>", "<|im_end|>"), **files)
-    assert ends(folder) == expected
+def test_eos_ids_are_read_from_every_config_file(tmp_path: Path, files: dict[str, object], expected: set[int]) -> None:
+    folder = save_tokenizer_folder(tmp_path, added=("<|endoftext|>", "<|im_end|>"), **files)
+    assert eos_token_ids(folder) == expected
 
 
-def test_outer_and_inner_config_are_read(tmp_path: Path) -> None:
+def test_eos_ids_of_outer_and_text_config_are_joined(tmp_path: Path) -> None:
     """Gemma 3's config.json names the end of a turn outside text_config, and the end of a text inside."""
     inner = {"model_type": "gemma3_text", **tiny_models.SHAPE, "eos_token_id": 1, "head_dim": 16, "sliding_window": 64}
     outer = {"model_type": "gemma3", "text_config": inner, "eos_token_id": [1, 106]}
-    assert ends(save(tmp_path, added=(), config=outer)) == {1, 106}
+    assert eos_token_ids(save_tokenizer_folder(tmp_path, added=(), config=outer)) == {1, 106}
 
 
 @pytest.mark.parametrize(
@@ -97,24 +99,26 @@ def test_outer_and_inner_config_are_read(tmp_path: Path) -> None:
         ("{{ raise_exception('no') }}", set()),
     ],
 )
-def test_end_of_turn_of_chat_template(tmp_path: Path, template: str, expected: set[int]) -> None:
-    folder = save(tmp_path, added=("<|endoftext|>", "<|im_end|>"), template=template)
+def test_end_of_turn_token_is_found_in_chat_template(tmp_path: Path, template: str, expected: set[int]) -> None:
+    folder = save_tokenizer_folder(tmp_path, added=("<|endoftext|>", "<|im_end|>"), template=template)
     assert set(read_model_config(folder).eos_token_ids) == expected
 
 
-def test_token_before_a_known_end_is_no_end(tmp_path: Path) -> None:
+def test_template_token_before_known_eos_is_not_eos(tmp_path: Path) -> None:
     """Cohere's answers end with `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`."""
     template = "{% for m in messages %}{{ m.content }}<|im_end|><|endoftext|>{% endfor %}"
     known = {"tokenizer_config": {"eos_token": "<|endoftext|>"}}
-    assert ends(save(tmp_path, added=("<|endoftext|>", "<|im_end|>"), template=template, **known)) == {EOS}
+    assert eos_token_ids(
+        save_tokenizer_folder(tmp_path, added=("<|endoftext|>", "<|im_end|>"), template=template, **known)
+    ) == {EOS}
 
 
 @pytest.mark.parametrize("template", [HARMONY, ALWAYS_END, THOUGHTS])
-def test_end_of_a_message_inside_an_answer_is_no_end(tmp_path: Path, template: str) -> None:
+def test_channel_end_token_is_not_eos(tmp_path: Path, template: str) -> None:
     """gpt-oss ends every channel's message with `<|end|>` and continues with the next channel."""
     added = ("<|return|>", "<|end|>", "<|call|>")
     files = {"tokenizer_config": {"eos_token": "<|return|>"}}
-    assert ends(save(tmp_path, added=added, template=template, **files)) == {EOS}
+    assert eos_token_ids(save_tokenizer_folder(tmp_path, added=added, template=template, **files)) == {EOS}
 
 
 @pytest.mark.parametrize(
@@ -130,23 +134,27 @@ def test_end_of_a_message_inside_an_answer_is_no_end(tmp_path: Path, template: s
         ("Kimi-K3", None),
     ],
 )
-def test_published_templates(tmp_path: Path, name: str, expected: str | None) -> None:
+def test_end_of_turn_token_of_published_templates(tmp_path: Path, name: str, expected: str | None) -> None:
     template = (shared("templates") / f"{name}.jinja").read_text()
     marks = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|message_sep|>", "<|user|>", "<|close|>")
-    folder = save(tmp_path, added=marks, template=template)
-    assert ends(folder) == (set() if expected is None else {256 + marks.index(expected)})
+    folder = save_tokenizer_folder(tmp_path, added=marks, template=template)
+    assert eos_token_ids(folder) == (set() if expected is None else {256 + marks.index(expected)})
 
 
-def test_other_tokenizer_and_template_of_the_settings_count(tmp_path: Path) -> None:
-    model = save(tmp_path / "model", added=("<|endoftext|>",), generation_config={"eos_token_id": 2})
-    other = save(tmp_path / "tokenizer", added=("<a>", "<|im_end|>"), tokenizer_config={"eos_token": "<a>"})
+def test_eos_ids_include_configured_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    model = save_tokenizer_folder(tmp_path / "model", added=("<|endoftext|>",), generation_config={"eos_token_id": 2})
+    other = save_tokenizer_folder(
+        tmp_path / "tokenizer", added=("<a>", "<|im_end|>"), tokenizer_config={"eos_token": "<a>"}
+    )
     config = EngineConfig(model=str(model), tokenizer=str(other), chat_template=CHATML)
     assert load_model_config(config, model).eos_token_ids == (2, EOS, TURN)
     assert read_eos_token_ids(ModelFiles(model)) == (2,)
 
 
-def test_ids_beyond_the_vocabulary_end_nothing_for_whoever_asks(tmp_path: Path) -> None:
-    folder = save(tmp_path, added=("<|endoftext|>",), generation_config={"eos_token_id": [2, -1, EOS, 1000]})
+def test_eos_ids_outside_vocabulary_are_dropped(tmp_path: Path) -> None:
+    folder = save_tokenizer_folder(
+        tmp_path, added=("<|endoftext|>",), generation_config={"eos_token_id": [2, -1, EOS, 1000]}
+    )
     assert read_eos_token_ids(ModelFiles(folder)) == (2, -1, EOS, 1000)
     assert read_eos_token_ids(ModelFiles(folder), 300) == (2, EOS)
     assert Tokenizer.from_pretrained(folder, model_vocab_size=300).eos_token_ids == (2, EOS)

@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), byte_level_tokenizer(), EOS)
 
 
-def start(model: Path, **options: Any) -> EngineCore:
+def start_engine(model: Path, **options: Any) -> EngineCore:
     return EngineCore(EngineConfig(**{"model": str(model), "num_kv_blocks": 2000, "threads": 1, **options}))
 
 
@@ -130,11 +130,11 @@ class RandomSchema:
 
 
 @pytest.mark.parametrize("count", [60, *slow(200)])
-def test_random_schemas_are_always_obeyed(count: int, model: Path) -> None:
+def test_output_matches_random_json_schemas(count: int, model: Path) -> None:
     schemas = {str(seed): RandomSchema(seed).schema() for seed in range(count)}
     settings = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.5, "frequency_penalty": 1.0})
     answers = run(
-        start(model),
+        start_engine(model),
         [
             request(name, [65, 66], seed=i, grammar=json_grammar(schema), max_tokens=400, **settings[i % 3])
             for i, (name, schema) in enumerate(schemas.items())
@@ -149,13 +149,13 @@ def test_random_schemas_are_always_obeyed(count: int, model: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("named", [sentence_piece_tokenizer(), *real_tokenizers()], ids=lambda named: named.name)
-def test_every_kind_of_tokenizer(named: Named, tmp_path: Path) -> None:
+def test_json_grammar_works_with_every_tokenizer(named: Named, tmp_path: Path) -> None:
     vocab = named.tokenizer.vocab_size + 7  # models pad their vocabulary
     path = save_model(tmp_path, named, list(named.tokenizer.eos_token_ids), vocab_size=vocab)
     schema = {"type": "object", "properties": {"ä": {"type": "string", "maxLength": 9}}, "required": ["ä"]}
     schema["additionalProperties"] = False  # type: ignore[assignment]
     answers = run(
-        start(path, num_kv_blocks=200),
+        start_engine(path, num_kv_blocks=200),
         [request(str(i), [5], seed=i, temperature=1.0, max_tokens=90, grammar=json_grammar(schema)) for i in range(4)],
     )
     for answer in answers.values():
@@ -164,11 +164,11 @@ def test_every_kind_of_tokenizer(named: Named, tmp_path: Path) -> None:
         jsonschema.validate(json.loads(text(answer, named)), schema)
 
 
-def test_every_kind_of_grammar(model: Path) -> None:
+def test_output_matches_regex_choice_and_lark_grammars(model: Path) -> None:
     rule = Grammar("lark", f'start: "<tool>" call "</tool>"\ncall: {lark_json_rule(PERSON)}')
     choices = ["yes", "no", 'a "quoted" one', "né\n"]
     answers = run(
-        start(model),
+        start_engine(model),
         [
             request("date", [65], grammar=DATE),
             *(request(f"c{i}", [65], grammar=choice_grammar(choices), temperature=2.0, seed=i) for i in range(20)),
@@ -184,18 +184,18 @@ def test_every_kind_of_grammar(model: Path) -> None:
     assert chosen <= set(choices)
 
 
-def test_an_answer_cannot_be_endless_whitespace(model: Path) -> None:
+def test_json_grammar_allows_no_endless_whitespace(model: Path) -> None:
     spaces = dict.fromkeys(b" \n\t\r", 100.0)
     wide = request("a", [65], grammar=json_grammar(PERSON | {"required": []}), logit_bias=spaces, max_tokens=300)
-    answer = run(start(model), [wide])["a"]
+    answer = run(start_engine(model), [wide])["a"]
     assert answer.finish_reason == "stop"
     assert not re.search(r"\s\s", re.sub(r'"[^"]*"', "", text(answer)))
 
 
-def test_the_grammar_ends_the_answer_whatever_other_parameters_say(model: Path) -> None:
+def test_grammar_ends_output_despite_other_parameters(model: Path) -> None:
     date = {"grammar": DATE, "temperature": 1.0}
     answers = run(
-        start(model),
+        start_engine(model),
         [
             request("ignore_eos", [65], ignore_eos=True, **date),
             request("min_tokens", [65], min_tokens=20, max_tokens=30, **date),
@@ -217,8 +217,8 @@ def test_the_grammar_ends_the_answer_whatever_other_parameters_say(model: Path) 
         assert answer.ids[-1] in EOS
 
 
-def test_log_probabilities_are_the_unmodified_distributions(model: Path) -> None:
-    engine = start(model)
+def test_logprobs_are_those_before_grammar_mask(model: Path) -> None:
+    engine = start_engine(model)
     free = run(engine, [request("a", [65, 66, 67], logprobs=3, max_tokens=1)])["a"]
     bound = run(engine, [request("a", [65, 66, 67], logprobs=3, grammar=DATE)])["a"]
     assert free.ids[0] not in b"0123456789", "else the comparison below would show nothing"
@@ -248,27 +248,27 @@ def mixed_requests() -> list[EngineCoreRequest]:
     ]
 
 
-def test_tokens_do_not_depend_on_other_requests(model: Path) -> None:
+def test_grammar_tokens_do_not_depend_on_other_requests(model: Path) -> None:
     def tokens(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, list[int]]:
         return {name: answer.ids for name, answer in run(engine, requests).items()}
 
     requests = mixed_requests()
-    warm = start(model)
+    warm = start_engine(model)
     alone = {each.id: tokens(warm, [each])[each.id] for each in requests}
-    assert tokens(start(model), requests) == alone, "all in one batch"
-    assert tokens(start(model, max_num_batched_tokens=7, max_num_seqs=3), requests) == alone, "few at a time"
-    small = start(model, num_kv_blocks=14, max_model_len=200)
+    assert tokens(start_engine(model), requests) == alone, "all in one batch"
+    assert tokens(start_engine(model, max_num_batched_tokens=7, max_num_seqs=3), requests) == alone, "few at a time"
+    small = start_engine(model, num_kv_blocks=14, max_model_len=200)
     assert tokens(small, requests) == alone, "preempted"
     assert small.engine_stats.preemptions > 2
     half = [replace(each, emitted_ids=alone[each.id][: i % 9]) for i, each in enumerate(requests)]
     half = [each for each in half if len(each.emitted_ids) < len(alone[each.id])]
     assert len(half) > 12
-    rest = tokens(start(model), half)
+    rest = tokens(start_engine(model), half)
     assert {r.id: r.emitted_ids + rest[r.id] for r in half} == {r.id: alone[r.id] for r in half}, "after a crash"
 
 
-def test_a_grammar_that_cannot_be_followed_fails_only_its_own_request(model: Path) -> None:
-    engine = start(model)
+def test_invalid_grammar_fails_only_own_request(model: Path) -> None:
+    engine = start_engine(model)
     wrong = request("wrong", [65], grammar=Grammar("regex", "("))
     nothing = request("nothing", [65], grammar=json_grammar({"$ref": "#"}))
     off_grammar = replace(request("off_grammar", [65], grammar=DATE), emitted_ids=list(b"20x"))
@@ -287,9 +287,9 @@ FORCED = [Grammar("regex", LONG), json_grammar({"const": LONG}), Grammar("regex"
 
 
 @pytest.mark.parametrize("drafts", ["none", "grammar"])
-def test_a_grammar_that_leaves_no_choice_about_much_text_fails_only_its_own_request(model: Path, drafts: str) -> None:
+def test_grammar_forcing_too_much_text_fails_only_own_request(model: Path, drafts: str) -> None:
     """All of the forced text would cost each output memory and time; half as much is allowed."""
-    engine = start(model, speculative_config=drafts)
+    engine = start_engine(model, speculative_config=drafts)
     for index, grammar in enumerate([*FORCED, Grammar("regex", LONG[: len(LONG) // 2])]):
         engine.add_request(request(str(index), [65], max_tokens=20, grammar=grammar))
     ended = {}
@@ -301,14 +301,14 @@ def test_a_grammar_that_leaves_no_choice_about_much_text_fails_only_its_own_requ
         assert f"at most {MAX_FORCED_BYTES}" in (output.error or "")
 
 
-def test_a_model_without_a_tokenizer_serves_requests_without_grammars(model: Path, tmp_path: Path) -> None:
+def test_model_without_tokenizer_fails_only_grammar_requests(model: Path, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3", num_hidden_layers=1)  # this directory has no tokenizer
-    engine = start(tmp_path)
+    engine = start_engine(tmp_path)
     assert run(engine, [request("a", [65], max_tokens=2)])["a"].finish_reason == "length"
     assert run(engine, [request("a", [65], grammar=DATE)])["a"].finish_reason == "error"
 
 
-def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
+def test_grammar_compiler_is_loaded_once_in_thread() -> None:
     threads: list[int] = []
 
     def load() -> GrammarCompiler:
@@ -330,28 +330,26 @@ ENDLESS = Grammar("regex", r"(.*a.{30}|.*b.{30}|.*c.{31})z")
 """Each output meets new lexer states, without end."""
 
 
-def few_states(monkeypatch: pytest.MonkeyPatch, few: int, most: int) -> None:
+def limit_lexer_states(monkeypatch: pytest.MonkeyPatch, few: int, most: int) -> None:
     monkeypatch.setattr(grammar_module, "SMALL_LEXER_STATES", few)
     monkeypatch.setattr(grammar_module, "LARGE_LEXER_STATES", most)
 
 
-def test_a_lexer_full_of_other_answers_states_is_replaced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few_states(monkeypatch, 64, 600)
-    engine = start(model)
+def test_full_lexer_is_replaced_and_grammar_still_holds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_lexer_states(monkeypatch, 64, 600)
+    engine = start_engine(model)
     for together in (1, 1, 6, 1, 6):
         settings = {"max_tokens": 40, "temperature": 1.0, "grammar": ENDLESS}
-        asked = [request(str(i), [65 + together], seed=i, **settings) for i in range(together)]
-        answers = run(engine, asked)
+        requests = [request(str(i), [65 + together], seed=i, **settings) for i in range(together)]
+        answers = run(engine, requests)
         assert [answer.finish_reason for answer in answers.values()] == ["length"] * together
         for answer in answers.values():
             assert "\n" not in text(answer), "the dot is no line break: the grammar still holds the answer"
 
 
-def test_an_answer_that_alone_needs_too_many_states_ends_with_an_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few_states(monkeypatch, 64, 100)
-    engine = start(model)
+def test_request_needing_too_many_lexer_states_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_lexer_states(monkeypatch, 64, 100)
+    engine = start_engine(model)
     engine.add_request(request("endless", [65], max_tokens=100, temperature=1.0, grammar=ENDLESS))
     engine.add_request(request("date", [65], grammar=DATE))
     ended = {}
@@ -362,8 +360,8 @@ def test_an_answer_that_alone_needs_too_many_states_ends_with_an_error(
     assert "needs more than a lexer of 100 states" in (ended["endless"].error or "")
 
 
-def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_states(monkeypatch, 8, 1000)
+def test_large_lexers_are_bounded_and_freed_with_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_lexer_states(monkeypatch, 8, 1000)
     compiler = GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS))
     slots = SlotGrammars(lambda: compiler)
     grammars = [Grammar("regex", f"(x[a-f]*a.{{10}}|x[a-f]*b.{{11}}){i}") for i in range(18)]
@@ -383,7 +381,7 @@ def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.Mon
     assert admitted(17) is None
 
 
-def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of the text is no measure: this grammar of 130 bytes compiles to megabytes."""
     compiler = GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS))
     slots = SlotGrammars(lambda: compiler)
@@ -408,9 +406,9 @@ def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.Monkey
         compiler.check_grammar(grammars[0])
 
 
-def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitmask_covers_all_draft_positions_after_lexer_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask after a draft token, the token sampled there would be unconstrained."""
-    few_states(monkeypatch, 20, 1000)
+    limit_lexer_states(monkeypatch, 20, 1000)
     slots = SlotGrammars(lambda: GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS)))
     slots.admit_request(NewRequestData(0, [65], 1, SamplingParams(grammar=Grammar("regex", "[0-9]{60}")), 0))
     mask = slots.fill_bitmask([ScheduledRequest("0", 0, 0, 41, [], True, list(b"1" * 40))] * 41)
@@ -440,7 +438,7 @@ def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyP
     ],
     ids=lambda grammar: grammar.text[:40],
 )
-def test_wrong_grammars_are_refused(grammar: Grammar) -> None:
+def test_invalid_grammar_is_rejected(grammar: Grammar) -> None:
     compiler = GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS))
     with pytest.raises(InvalidRequest) as raised:
         compiler.check_grammar(grammar)
@@ -449,12 +447,12 @@ def test_wrong_grammars_are_refused(grammar: Grammar) -> None:
 
 
 @pytest.mark.parametrize("schema", [3, "x", None, [], False])
-def test_values_that_are_not_schemas_are_refused(schema: object) -> None:
+def test_json_grammar_rejects_non_schema(schema: object) -> None:
     with pytest.raises(InvalidRequest):
         json_grammar(schema)
 
 
-def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
+def test_grammar_compiler_rejects_vocabulary_without_eos() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     with pytest.raises(InvalidRequest):
         GrammarCompiler(make_grammar_vocabulary(tokenizer, 320, ()))
@@ -463,7 +461,7 @@ def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
 
 
 @pytest.mark.parametrize("changes", [HostLogitsProcessor(), DeviceLogitsProcessor()], ids=["host", "device"])
-def test_a_mask_allows_only_its_tokens(changes: LogitsProcessor) -> None:
+def test_bitmask_bans_all_other_tokens(changes: LogitsProcessor) -> None:
     """The lowest bit of a word is its first token; rows without a grammar do not change."""
     unmodified = torch.arange(3 * 100, dtype=torch.float32).reshape(3, 100)
     words = np.array([[1 << 5, 0, 1 << 3 | 1 << 6, 0], [0, -(1 << 31), -1, 0]], dtype=np.int32)

@@ -14,7 +14,7 @@ CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% end
 TREE = "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}"
 
 
-def rendered(template: str, **variables: Any) -> str:
+def render(template: str, **variables: Any) -> str:
     return ChatRenderer({"default": template}, {}).render([{"role": "user", "content": "Hi"}], variables=variables)
 
 
@@ -42,31 +42,31 @@ OFTEN = "{% set many = [] %}{% for i in range(9999) %}{% set _ = many.append('a'
         *(OFTEN + end for end in ("{{ many | join }}", "{{ ''.join(many) }}", "{{ many | map('upper') | join }}")),
     ],
 )
-def test_no_other_way_to_grow_fills_the_memory(template: str) -> None:
+def test_template_text_growth_is_bounded(template: str) -> None:
     with pytest.raises(ModelError, match=r"steps|larger than"):
-        rendered(template)
+        render(template)
 
 
 @pytest.mark.parametrize("sign", ["~", "+"])
-def test_a_text_that_is_doubled_again_and_again_ends(sign: str) -> None:
+def test_repeated_doubling_in_template_exceeds_step_limit(sign: str) -> None:
     with pytest.raises(ModelError, match="steps"):
-        rendered(DOUBLED.replace("{sign}", sign))
+        render(DOUBLED.replace("{sign}", sign))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
-def test_a_template_that_does_not_end_is_no_model(template: str) -> None:
+def test_endless_template_raises_model_error(template: str) -> None:
     with pytest.raises(ModelError, match=r"chat template 'default' cannot be rendered: .* steps"):
-        rendered(template)
+        render(template)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
-def test_one_that_does_not_end_for_some_requests_refuses_these(template: str) -> None:
+def test_template_endless_for_some_requests_rejects_only_these(template: str) -> None:
     guarded = "{% if endless %}" + template + "{% endif %}done"
-    assert rendered(guarded) == "done"
+    assert render(guarded) == "done"
     with pytest.raises(InvalidRequest, match="steps"):
-        rendered(guarded, endless=True)
+        render(guarded, endless=True)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_one_that_does_not_end_for_some_requests_refuses_these(template: str) ->
         "range(99999) | list | join('a' * 99999)",
     ],
 )
-def test_nothing_grows_at_once(source: str) -> None:
+def test_huge_single_expression_in_template_is_rejected(source: str) -> None:
     with pytest.raises(ModelError, match="larger than"):
-        rendered("{{ " + source + " }}")
+        render("{{ " + source + " }}")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_nothing_grows_at_once(source: str) -> None:
         ("{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}", "123"),
     ],
 )
-def test_others_render_as_ever(template: str, text: str) -> None:
-    assert rendered(template) == text
+def test_ordinary_expressions_render_as_in_jinja(template: str, text: str) -> None:
+    assert render(template) == text
 
 
-def test_every_rendering_begins_to_count_anew() -> None:
+def test_step_limit_applies_per_rendering() -> None:
     renderer = ChatRenderer({"default": "{% for a in range(90000) %}{% endfor %}{{ messages | length }}"}, {})
     for _ in range(30):
         assert renderer.render([{"role": "user", "content": "Hi"}]) == "1"

@@ -42,9 +42,7 @@ accents = st.lists(st.sampled_from(ACCENTS), max_size=12)
 @each_tokenizer
 @given(pieces=texts, special=st.booleans())
 @example(pieces=["<|im_start|>", "user\nhi", "<|im_end|>", "\n"], special=True)
-def test_a_text_s_tokens_begin_where_those_before_them_end(
-    tokenizer: Tokenizer, pieces: list[str], special: bool
-) -> None:
+def test_token_offsets_equal_length_of_decoded_prefix(tokenizer: Tokenizer, pieces: list[str], special: bool) -> None:
     text = "".join(pieces)
     ids = tokenizer.encode(text, add_special_tokens=special)
     starts = find_token_offsets(tokenizer, text, add_special_tokens=special)
@@ -64,7 +62,7 @@ def test_a_text_s_tokens_begin_where_those_before_them_end(
 
 
 @given(accents)
-def test_offsets_are_places_in_the_text_as_it_was_given_where_the_tokenizer_changes_it(pieces: list[str]) -> None:
+def test_token_offsets_refer_to_text_before_normalization(pieces: list[str]) -> None:
     tokenizer, text = normalizing_tokenizer(), "".join(pieces)
     ids = tokenizer.encode(text)
     starts = find_token_offsets(tokenizer, text, add_special_tokens=True)
@@ -77,7 +75,7 @@ def test_offsets_are_places_in_the_text_as_it_was_given_where_the_tokenizer_chan
 
 @each_tokenizer
 @given(data=st.data())
-def test_offsets_of_any_ids_are_places_in_the_text_that_is_shown(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_decode_with_offsets_of_any_ids_refers_to_returned_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 4), max_size=20))
     text, starts = decode_with_offsets(tokenizer, ids)
     assert (len(starts), starts) == (len(ids), sorted(starts))
@@ -87,7 +85,7 @@ def test_offsets_of_any_ids_are_places_in_the_text_that_is_shown(tokenizer: Toke
             assert text[:start] == before
 
 
-def test_special_tokens_are_shown() -> None:
+def test_token_offsets_count_special_tokens() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     assert decode_with_offsets(tokenizer, [256, 65, 257, 66]) == ("<|bos|>A<|im_start|>B", [0, 7, 8, 20])
     assert find_token_offsets(tokenizer, "<|bos|>A<|im_start|>B", add_special_tokens=True) == [0, 7, 8, 20]

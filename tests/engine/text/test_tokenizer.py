@@ -22,7 +22,7 @@ SAMPLES += [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["minimind", "phi3", "tinyllama", "qwen2.5"])
-def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> None:
+def test_real_tokenizers_equal_transformers(name: str) -> None:
     path = shared("tokenizers") / name
     from transformers import AutoTokenizer
 
@@ -41,7 +41,7 @@ def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> No
             )
 
 
-def test_single_tokens_of_a_byte_level_vocabulary() -> None:
+def test_byte_level_tokens_have_text_and_bytes() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     assert tokenizer.decoder_type is DecoderType.BYTE_LEVEL
     space, first, *_ = tokenizer.encode(" é")
@@ -59,7 +59,7 @@ def test_single_tokens_of_a_byte_level_vocabulary() -> None:
     )
 
 
-def test_single_tokens_of_a_sentence_piece_vocabulary() -> None:
+def test_sentence_piece_tokens_have_text_and_bytes() -> None:
     tokenizer = sentence_piece_tokenizer().tokenizer
     assert tokenizer.decoder_type is DecoderType.SENTENCE_PIECE
     bos, word, *euro = tokenizer.encode("ab€")
@@ -69,20 +69,20 @@ def test_single_tokens_of_a_sentence_piece_vocabulary() -> None:
     assert tokenizer.token_display_text(euro[0]) == "\\xe2"
 
 
-def save(path: Path, **files: object) -> Path:
+def save_tokenizer(path: Path, **files: object) -> Path:
     byte_level_tokenizer().tokenizer.backend.save(str(path / "tokenizer.json"))
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
 
 
-def test_chat_templates_are_read_from_every_place_that_models_use(tmp_path: Path) -> None:
-    save(tmp_path, tokenizer_config={"chat_template": "from config"})
+def test_chat_templates_are_read_from_config_json_and_jinja_files(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, tokenizer_config={"chat_template": "from config"})
     assert Tokenizer.from_pretrained(tmp_path).chat_templates == {"default": "from config"}
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
-    save(tmp_path, tokenizer_config={"chat_template": named})
+    save_tokenizer(tmp_path, tokenizer_config={"chat_template": named})
     assert Tokenizer.from_pretrained(tmp_path).chat_templates == {"default": "one", "tool_use": "two"}
-    save(tmp_path, chat_template={"chat_template": "from json"})
+    save_tokenizer(tmp_path, chat_template={"chat_template": "from json"})
     assert Tokenizer.from_pretrained(tmp_path).chat_templates["default"] == "from json"
     (tmp_path / "chat_template.jinja").write_text("from file")
     (tmp_path / "additional_chat_templates").mkdir()
@@ -94,8 +94,8 @@ def test_chat_templates_are_read_from_every_place_that_models_use(tmp_path: Path
     }
 
 
-def test_special_tokens_and_eos_ids_are_collected_from_all_files(tmp_path: Path) -> None:
-    save(
+def test_special_tokens_and_eos_ids_come_from_all_files(tmp_path: Path) -> None:
+    save_tokenizer(
         tmp_path,
         special_tokens_map={"eos_token": {"content": "<|bos|>"}, "unk_token": "<|bos|>"},
         tokenizer_config={
@@ -112,7 +112,7 @@ def test_special_tokens_and_eos_ids_are_collected_from_all_files(tmp_path: Path)
     assert tokenizer.decode([65, 259]) == "A"
 
 
-def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) -> None:
+def test_missing_or_unreadable_tokenizer_raises_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -120,9 +120,9 @@ def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) ->
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+def test_token_without_embedding_is_rejected(tmp_path: Path) -> None:
     """Some models' tokenizers have such tokens; one in a prompt would crash the engine."""
-    save(tmp_path, tokenizer_config={"added_tokens_decoder": {"259": {"content": "<new>", "special": True}}})
+    save_tokenizer(tmp_path, tokenizer_config={"added_tokens_decoder": {"259": {"content": "<new>", "special": True}}})
     tokenizer = Tokenizer.from_pretrained(tmp_path, model_vocab_size=259)
     assert tokenizer.max_token_id == 259
     assert tokenizer.encode("new") == tokenizer.encode_batch(["new"])[0] == [110, 101, 119]
@@ -132,18 +132,18 @@ def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
     assert Tokenizer.from_pretrained(tmp_path, model_vocab_size=260).encode("<new>") == [259]
 
 
-def test_many_added_tokens_get_their_ids_in_order(tmp_path: Path) -> None:
+def test_added_tokens_keep_ids_in_order(tmp_path: Path) -> None:
     added = {str(259 + i): {"content": f"<{i}>", "special": i % 3 == 0} for i in range(500)}
-    save(tmp_path, tokenizer_config={"added_tokens_decoder": added})
+    save_tokenizer(tmp_path, tokenizer_config={"added_tokens_decoder": added})
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("".join(f"<{i}>" for i in range(500))) == list(range(259, 759))
     assert {i for i in range(500) if 259 + i in tokenizer.special_token_ids} == set(range(0, 500, 3))
 
 
-def test_a_given_template_replaces_the_models_own(tmp_path: Path) -> None:
+def test_given_chat_template_replaces_model_template(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages }}", encoding="utf-8")
-    for given in (str(file), "{{ messages }}"):
-        assert Tokenizer.from_pretrained(DEMO_MODEL, given).chat_templates == {"default": "{{ messages }}"}
+    for template in (str(file), "{{ messages }}"):
+        assert Tokenizer.from_pretrained(DEMO_MODEL, template).chat_templates == {"default": "{{ messages }}"}
     with pytest.raises(ConfigError, match=r"chat_template: cannot read nowhere\.jinja: .*No such file"):
         Tokenizer.from_pretrained(DEMO_MODEL, "nowhere.jinja")

@@ -17,33 +17,33 @@ UPPER_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}{
 THREES = r"\d{1,3}(?=(?:\d{3})*\b)"
 
 
-def splitting(pattern: str) -> tokenizers.Tokenizer:
+def tokenizer_with_split_pattern(pattern: str) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     return backend
 
 
 @pytest.mark.parametrize("pattern", [GPT2, LLAMA3, UPPER_LOWER])
-def test_patterns_of_usual_models_need_no_process(pattern: str) -> None:
+def test_common_tokenizer_patterns_are_not_suspicious(pattern: str) -> None:
     assert not is_suspicious_regex(pattern)
 
 
 @pytest.mark.parametrize("pattern", [THREES, r"(?:ab)+c", r"\((a|b)\)"])
-def test_a_repeated_group_may_be_harmless(pattern: str) -> None:
-    check_regexes(splitting(pattern))
+def test_harmless_repeated_group_passes_check(pattern: str) -> None:
+    check_regexes(tokenizer_with_split_pattern(pattern))
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(\w+\s?)*$", r"([a-z]+)*1", r"(é|éé)+!$", r"a*a*a*a*a*b"])
-def test_patterns_that_explode_are_refused(pattern: str) -> None:
+def test_exponential_time_pattern_is_rejected(pattern: str) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json: the pattern .* takes too long") as caught:
-        check_regexes(splitting(f"x|{pattern}"))
+        check_regexes(tokenizer_with_split_pattern(f"x|{pattern}"))
     assert "\n" not in str(caught.value)
 
 
-def test_all_parts_of_a_tokenizer_are_looked_at() -> None:
+def test_check_covers_normalizer_and_decoder_patterns() -> None:
     harmless, bad = tokenizers.Regex(THREES), tokenizers.Regex("(a+)+$")
-    backend = splitting(GPT2)
+    backend = tokenizer_with_split_pattern(GPT2)
     backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Replace(harmless, "")])
     check_regexes(backend)
     backend.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace(bad, " ")])

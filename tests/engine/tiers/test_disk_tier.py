@@ -43,7 +43,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(each for each in folder.rglob("*") if each.is_file())
 
 
-def test_pages_survive_and_are_their_owner_s_alone(tmp_path: Path) -> None:
+def test_blocks_survive_restart_in_owner_only_files(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         first = sealed(tmp_path / "new" / "folder")
@@ -60,7 +60,7 @@ def test_pages_survive_and_are_their_owner_s_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600)
 
 
-def test_the_least_recently_used_goes_first_also_after_a_restart(tmp_path: Path) -> None:
+def test_least_recently_used_block_is_evicted_after_restart(tmp_path: Path) -> None:
     each = 500 + HEADER_BYTES
     tier = sealed(tmp_path, 3 * each)
     for index in range(3):
@@ -76,7 +76,7 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(tmp_path: Path)
     assert smaller.lookup(digest(3))
 
 
-def test_other_identities_are_not_read_and_share_the_bytes(tmp_path: Path) -> None:
+def test_other_identities_are_unreadable_and_share_byte_limit(tmp_path: Path) -> None:
     each = 500 + HEADER_BYTES
     sealed(tmp_path, 2 * each, OTHER).put(digest(1), page(1))
     own = sealed(tmp_path, 2 * each)
@@ -94,7 +94,7 @@ def test_other_identities_are_not_read_and_share_the_bytes(tmp_path: Path) -> No
     assert [other.fetch(digest(2)), own.fetch(digest(4))] == [None, page(4)]
 
 
-def test_a_page_under_another_name_is_none(tmp_path: Path) -> None:
+def test_block_under_wrong_name_is_miss(tmp_path: Path) -> None:
     tier = sealed(tmp_path)
     for index in (1, 2):
         tier.put(digest(index), page(index))
@@ -104,7 +104,7 @@ def test_a_page_under_another_name_is_none(tmp_path: Path) -> None:
     assert bytes(tier.fetch(digest(2)) or b"") == page(2)
 
 
-def test_no_cut_and_no_flipped_bit_is_read() -> None:
+def test_unseal_rejects_truncation_and_bit_flips() -> None:
     whole = seal_block(OWN, digest(1), page(1))
     assert unseal_block(OWN, digest(1), whole) == page(1)
     assert unseal_block(OWN, digest(2), whole) is None
@@ -118,7 +118,7 @@ def test_no_cut_and_no_flipped_bit_is_read() -> None:
         assert unseal_block(OWN, digest(1), bytes(changed)) is None
 
 
-def test_all_is_dropped_at_once(tmp_path: Path) -> None:
+def test_drop_all_and_delete_kv_blocks_leave_no_files(tmp_path: Path) -> None:
     tier = sealed(tmp_path)
     tier.put(digest(1), page(1))
     tier.drop(None)
@@ -138,7 +138,7 @@ def test_all_is_dropped_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a file", "open to others", "a link", "unwritable"])
-def test_a_folder_that_is_not_ours_alone_is_refused(what: str, tmp_path: Path) -> None:
+def test_disk_tier_rejects_unsafe_folder(what: str, tmp_path: Path) -> None:
     root = tmp_path / "quire-kv"
     if what == "a file":
         root.write_text("")
@@ -156,7 +156,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(what: str, tmp_path: Path) -
         disk(tmp_path)
 
 
-def test_links_and_pipes_among_the_pages_are_misses(tmp_path: Path) -> None:
+def test_symlinks_and_pipes_are_misses(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     tier.put(digest(1), page(1))
     tier.put(digest(2), page(2))
@@ -171,7 +171,7 @@ def test_links_and_pipes_among_the_pages_are_misses(tmp_path: Path) -> None:
     assert (tmp_path / "secret").exists()
 
 
-def test_a_full_disk_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_tier_survives_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = disk(tmp_path)
 
     def full(*_: object) -> None:
@@ -186,7 +186,7 @@ def test_a_full_disk_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert tier.fetch(digest(1)) == page(1)
 
 
-def test_threads_may_do_all_at_once(tmp_path: Path) -> None:
+def test_disk_tier_is_thread_safe(tmp_path: Path) -> None:
     tier = sealed(tmp_path, 20 * (500 + HEADER_BYTES))
     wrong: list[int] = []
 
@@ -196,7 +196,7 @@ def test_threads_may_do_all_at_once(tmp_path: Path) -> None:
             index = chance.randrange(40)
             if chance.random() < 0.5:
                 tier.put(digest(index), page(index))
-            elif (found := tier.fetch(digest(index))) is not None and bytes(found) != page(index):
+            elif (block := tier.fetch(digest(index))) is not None and bytes(block) != page(index):
                 wrong.append(index)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -219,7 +219,7 @@ for index in range(int(sys.argv[2]), 10**9):
 """
 
 
-def test_killed_while_it_writes(tmp_path: Path) -> None:
+def test_kill_during_write_leaves_no_wrong_block(tmp_path: Path) -> None:
     begin = 0
     for _ in range(3):
         with subprocess.Popen(
@@ -233,8 +233,8 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         for index in range(begin):
             assert bytes(tier.fetch(digest(index)) or b"") == page(index, 200_000)
         for index in range(begin, begin + 50):
-            found = tier.fetch(digest(index))
-            assert found is None or bytes(found) == page(index, 200_000)
+            block = tier.fetch(digest(index))
+            assert block is None or bytes(block) == page(index, 200_000)
         assert all(not each.name.startswith(".new-") for each in files(tmp_path))
 
 
@@ -265,7 +265,7 @@ class Failing:
         self._maybe()
 
 
-def test_a_tier_that_fails_has_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_tier_misses_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     tier = GuardedTier(failing := Failing(), OWN)
     for _ in range(3):
         assert (tier.lookup(digest(1)), tier.fetch(digest(1))) == (False, None)

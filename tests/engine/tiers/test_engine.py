@@ -38,28 +38,28 @@ def disk(folder: Path) -> dict[str, object]:
 Results = dict[str, tuple[list[int], list[float]]]
 
 
-def results(answers: dict[str, Answer]) -> Results:
+def ids_and_logprobs(answers: dict[str, Answer]) -> Results:
     return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in answers.items()}
 
 
 def turn(conversation: int, number: int, history: list[int], **params: object) -> EngineCoreRequest:
-    said = [random.Random(conversation * 100 + number).randrange(3, VOCAB) for _ in range(17)]
+    new_ids = [random.Random(conversation * 100 + number).randrange(3, VOCAB) for _ in range(17)]
     params = {"max_tokens": 8, "logprobs": 0} | params
-    return request(f"{conversation}-{number}", history + said, seed=conversation, temperature=0.8, **params)
+    return request(f"{conversation}-{number}", history + new_ids, seed=conversation, temperature=0.8, **params)
 
 
 def converse(made: EngineCore, turns: range = range(TURNS), **params: object) -> Results:
     """Run conversations turn by turn, two of them at a time."""
     histories = {each: list[int]() for each in range(CONVERSATIONS)}
-    found: Results = {}
+    answers_by_id: Results = {}
     for number in turns:
         for first in range(0, CONVERSATIONS, 2):
-            asked = [turn(each, number, histories[each], **params) for each in (first, first + 1)]
-            answers = run(made, asked)
-            for each, one in zip((first, first + 1), asked, strict=True):
+            requests = [turn(each, number, histories[each], **params) for each in (first, first + 1)]
+            answers = run(made, requests)
+            for each, one in zip((first, first + 1), requests, strict=True):
                 histories[each] = one.prompt_ids + answers[one.id].ids
-            found |= results(answers)
-    return found
+            answers_by_id |= ids_and_logprobs(answers)
+    return answers_by_id
 
 
 @pytest.mark.few(2)
@@ -71,46 +71,46 @@ def converse(made: EngineCore, turns: range = range(TURNS), **params: object) ->
         *(("bfloat16", kv, "both") for kv in ("auto", "int8", "fp8")),
     ],
 )
-def test_tokens_are_the_same_and_only_new_ones_are_computed(dtype: str, kv: str, where: str, tmp_path: Path) -> None:
+def test_tiers_keep_tokens_and_avoid_recompute(dtype: str, kv: str, where: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma2" if kv == "auto" else "llama")
     options = {"dtype": dtype, "kv_cache_dtype": kv}
     plain = engine(path, **options)
-    wanted = converse(plain)
+    expected = converse(plain)
     tiers = (HOST if where != "disk" else {}) | (disk(tmp_path) if where != "host" else {})
-    made = engine(path, **options | tiers)
-    assert converse(made) == wanted
-    assert ("below it host 0.1 GiB = " in made.info.arithmetic) == (where != "disk")
-    assert ("disk 10 GiB = " in made.info.arithmetic) == (where != "host")
-    assert made.engine_stats.prompt_tokens < plain.engine_stats.prompt_tokens * 0.75
-    assert made.engine_stats.tiers[0].fetched_pages > 0
-    made.shut_down()
+    engine_core = engine(path, **options | tiers)
+    assert converse(engine_core) == expected
+    assert ("below it host 0.1 GiB = " in engine_core.info.arithmetic) == (where != "disk")
+    assert ("disk 10 GiB = " in engine_core.info.arithmetic) == (where != "host")
+    assert engine_core.engine_stats.prompt_tokens < plain.engine_stats.prompt_tokens * 0.75
+    assert engine_core.engine_stats.tiers[0].fetched_pages > 0
+    engine_core.shut_down()
     if where != "host":
         again = engine(path, **options | disk(tmp_path))
-        assert converse(again) == wanted
+        assert converse(again) == expected
         assert again.engine_stats.prompt_tokens < CONVERSATIONS * TURNS * 40
         again.shut_down()
 
 
 @compiled
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_tokens_are_the_same_however_late_the_copies_are(kv: str, tmp_path: Path) -> None:
+def test_late_tier_copies_do_not_change_tokens(kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    wanted = converse(engine(path, kv_cache_dtype=kv))
-    made = engine(path, make_tiers=always_late, kv_cache_dtype=kv, **HOST, **disk(tmp_path))
-    assert converse(made) == wanted
-    made.shut_down()
+    expected = converse(engine(path, kv_cache_dtype=kv))
+    engine_core = engine(path, make_tiers=always_late, kv_cache_dtype=kv, **HOST, **disk(tmp_path))
+    assert converse(engine_core) == expected
+    engine_core.shut_down()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
-def test_preempted_sequences_come_back(backend: str, tmp_path: Path) -> None:
+def test_preempted_requests_load_from_host_tier_unchanged(backend: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
-    asked = [turn(each, 0, [7] * 33, max_tokens=60) for each in range(CONVERSATIONS)]
-    wanted = results(run(engine(path, num_kv_blocks=90, attention_backend=backend), asked))
-    made = engine(path, num_kv_blocks=16, attention_backend=backend, **HOST)
-    assert results(run(made, asked)) == wanted
-    assert made.engine_stats.preemptions > 0
-    assert made.engine_stats.tiers[0].fetched_pages > 0
+    requests = [turn(each, 0, [7] * 33, max_tokens=60) for each in range(CONVERSATIONS)]
+    expected = ids_and_logprobs(run(engine(path, num_kv_blocks=90, attention_backend=backend), requests))
+    engine_core = engine(path, num_kv_blocks=16, attention_backend=backend, **HOST)
+    assert ids_and_logprobs(run(engine_core, requests)) == expected
+    assert engine_core.engine_stats.preemptions > 0
+    assert engine_core.engine_stats.tiers[0].fetched_pages > 0
 
 
 @pytest.mark.few(1)
@@ -118,21 +118,21 @@ def test_preempted_sequences_come_back(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "speculative", ["ngram", "suffix", {"method": "draft_model", "model": "", "num_speculative_tokens": 3}]
 )
-def test_with_speculation(speculative: str | dict[str, object], tmp_path: Path) -> None:
+def test_tiers_with_speculation_keep_tokens(speculative: str | dict[str, object], tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
     if isinstance(speculative, dict):
         speculative = speculative | {"model": str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))}
-    wanted = converse(engine(path))
-    made = engine(path, speculative_config=speculative, **HOST, **disk(tmp_path))
-    assert converse(made) == wanted
-    assert made.engine_stats.tiers[0].fetched_pages > 0
-    made.shut_down()
+    expected = converse(engine(path))
+    engine_core = engine(path, speculative_config=speculative, **HOST, **disk(tmp_path))
+    assert converse(engine_core) == expected
+    assert engine_core.engine_stats.tiers[0].fetched_pages > 0
+    engine_core.shut_down()
 
 
 @pytest.mark.few(1)
 @compiled
 @pytest.mark.parametrize("method", METHODS)
-def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -> None:
+def test_draft_head_kv_is_restored_with_block(method: str, tmp_path: Path) -> None:
     """After a restart the heads draft as in an engine that never lost a block, and no token changes."""
     path = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
@@ -140,21 +140,21 @@ def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -
     first, probe = turn(0, 0, prompt, max_tokens=1), turn(1, 0, prompt, max_tokens=30)
 
     def opened(recorded: Recorded, **options: object) -> EngineCore:
-        asked = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+        requests = {"method": method, "model": str(head), "num_speculative_tokens": 3}
         options = {"num_kv_blocks": 100, "max_model_len": 200, "dtype": "float32"} | options
-        return engine(path, recorded.make, speculative_config=asked, **options)
+        return engine(path, recorded.make, speculative_config=requests, **options)
 
     plain = engine(path, num_kv_blocks=100, max_model_len=200, dtype="float32")
     run(plain, [first])
-    wanted = results(run(plain, [probe]))
+    expected = ids_and_logprobs(run(plain, [probe]))
     before, after = Recorded(), Recorded()
     one = opened(before, **disk(tmp_path))
     run(one, [first])
     assert not before.guesses
-    assert results(run(one, [probe])) == wanted
+    assert ids_and_logprobs(run(one, [probe])) == expected
     one.shut_down()
     two = opened(after, **disk(tmp_path))
-    assert results(run(two, [probe])) == wanted
+    assert ids_and_logprobs(run(two, [probe])) == expected
     assert after.guesses == before.guesses
     assert two.engine_stats.tiers[0].fetched_pages == 7
     assert sum(len(guess) for _, guess in before.guesses) > 30
@@ -162,18 +162,18 @@ def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -
 
 
 @compiled
-def test_a_reset_forgets_every_tier(tmp_path: Path) -> None:
+def test_reset_prefix_cache_clears_every_tier(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    made = engine(path, **HOST, **disk(tmp_path))
-    wanted = converse(made)
-    made.reset_prefix_cache()
+    engine_core = engine(path, **HOST, **disk(tmp_path))
+    expected = converse(engine_core)
+    engine_core.reset_prefix_cache()
     first = turn(0, 0, [])
-    assert run(made, [first])[first.id].cached_tokens == 0
-    made.reset_prefix_cache()
-    made.shut_down()
+    assert run(engine_core, [first])[first.id].cached_tokens == 0
+    engine_core.reset_prefix_cache()
+    engine_core.shut_down()
     again = engine(path, **disk(tmp_path))
     assert run(again, [first])[first.id].cached_tokens == 0
-    assert results(run(again, [first]))[first.id] == wanted[first.id]
+    assert ids_and_logprobs(run(again, [first]))[first.id] == expected[first.id]
     again.shut_down()
 
 
@@ -183,23 +183,23 @@ def salted(name: str, salt: str) -> EngineCoreRequest:
 
 @compiled
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_path: Path) -> None:
+def test_other_cache_salt_misses_prefix_in_every_tier(where: str, tmp_path: Path) -> None:
     """The salts have the form of tenants' salts: server/access/tenants.py."""
     path = save_tiny_model(tmp_path, "llama")
     tiers = HOST if where == "host" else disk(tmp_path)
-    made = engine(path, **tiers)
-    run(made, [salted("a", "aa/")])
-    made.scheduler.kv_cache_manager.block_pool.clear_hashes()
+    engine_core = engine(path, **tiers)
+    run(engine_core, [salted("a", "aa/")])
+    engine_core.scheduler.kv_cache_manager.block_pool.clear_hashes()
     if where == "disk":
-        made.shut_down()
-        made = engine(path, **tiers)
-    assert run(made, [salted("probe", "bb/")])["probe"].cached_tokens == 0
-    assert run(made, [salted("probe", "")])["probe"].cached_tokens == 0
-    assert made.engine_stats.tiers[0].fetched_pages == 0
-    made.scheduler.kv_cache_manager.block_pool.clear_hashes()
-    assert run(made, [salted("own", "aa/")])["own"].cached_tokens == 80
-    assert made.engine_stats.tiers[0].fetched_pages == 5
-    made.shut_down()
+        engine_core.shut_down()
+        engine_core = engine(path, **tiers)
+    assert run(engine_core, [salted("probe", "bb/")])["probe"].cached_tokens == 0
+    assert run(engine_core, [salted("probe", "")])["probe"].cached_tokens == 0
+    assert engine_core.engine_stats.tiers[0].fetched_pages == 0
+    engine_core.scheduler.kv_cache_manager.block_pool.clear_hashes()
+    assert run(engine_core, [salted("own", "aa/")])["own"].cached_tokens == 80
+    assert engine_core.engine_stats.tiers[0].fetched_pages == 5
+    engine_core.shut_down()
 
 
 def save_other(folder: Path) -> Path:
@@ -212,7 +212,7 @@ def save_other(folder: Path) -> Path:
 
 
 @compiled
-def test_pages_of_other_weights_types_and_layouts_are_not_read(tmp_path: Path) -> None:
+def test_blocks_of_other_weights_dtype_or_layout_are_not_loaded(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "one", "llama")
     changed = save_other(tmp_path / "two")
     first, tiers = turn(0, 0, [5] * 40), disk(tmp_path)
@@ -236,7 +236,7 @@ def test_pages_of_other_weights_types_and_layouts_are_not_read(tmp_path: Path) -
 
 
 @compiled
-def test_an_overwritten_checkpoint_is_another_one(tmp_path: Path) -> None:
+def test_blocks_of_overwritten_checkpoint_are_not_loaded(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
     first, tiers = turn(0, 0, [5] * 40), disk(tmp_path)
     one = engine(path, **tiers)
@@ -262,28 +262,28 @@ def corrupt(folder: Path, chance: random.Random) -> None:
 
 @compiled
 @pytest.mark.parametrize("rounds", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_whatever_becomes_of_the_files_no_token_is_wrong(rounds: int, tmp_path: Path) -> None:
+def test_corrupt_tier_files_do_not_change_tokens(rounds: int, tmp_path: Path) -> None:
     path, chance = save_tiny_model(tmp_path, "llama"), random.Random(rounds)
-    made = engine(path, **disk(tmp_path))
-    asked = [turn(0, 0, list(range(3, 120)))]
-    wanted = results(run(made, asked))
+    engine_core = engine(path, **disk(tmp_path))
+    requests = [turn(0, 0, list(range(3, 120)))]
+    expected = ids_and_logprobs(run(engine_core, requests))
     for _ in range(rounds):
         corrupt(tmp_path / "pages", chance)
-        made.scheduler.kv_cache_manager.block_pool.clear_hashes()
-        assert results(run(made, asked)) == wanted
-    assert 0 < made.engine_stats.tiers[0].fetched_pages < rounds * 8
-    made.shut_down()
+        engine_core.scheduler.kv_cache_manager.block_pool.clear_hashes()
+        assert ids_and_logprobs(run(engine_core, requests)) == expected
+    assert 0 < engine_core.engine_stats.tiers[0].fetched_pages < rounds * 8
+    engine_core.shut_down()
 
 
 @compiled
-def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
+def test_tensor_weights_use_host_tier_only(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     tensors = load_file(path / "model.safetensors")
     config = EngineConfig(model=str(path), num_kv_blocks=14, max_model_len=192, **HOST, **disk(tmp_path))
-    made = EngineCore(config, tensors=tensors.items(), make_tiers=always)
-    assert [tier.name for tier in made.engine_stats.tiers] == ["host"]
-    assert any("in no file" in note for note in made.info.notes)
-    made.shut_down()
+    engine_core = EngineCore(config, tensors=tensors.items(), make_tiers=always)
+    assert [tier.name for tier in engine_core.engine_stats.tiers] == ["host"]
+    assert any("in no file" in note for note in engine_core.info.notes)
+    engine_core.shut_down()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
         ({"kv_offload_tier": "no.such.module:make"}, "kv_offload_tier"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], param: str, tmp_path: Path) -> None:
+def test_invalid_tier_settings_are_rejected(options: dict[str, object], param: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError) as refused:
         engine(path, **options)
@@ -303,17 +303,17 @@ def test_what_cannot_be_is_refused(options: dict[str, object], param: str, tmp_p
 
 
 @compiled
-def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_tier_example_shares_blocks_between_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of docs/guides/prefix-caching.md: two servers share a folder, and somebody changes blocks in it."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "kv_tiers")
     monkeypatch.setenv("SHARED_PAGES", str(tmp_path / "shared"))
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
     one = engine(path, kv_offload_tier="shared_folder:make", **HOST)
-    wanted = results(run(one, [first]))
+    expected = ids_and_logprobs(run(one, [first]))
     one.shut_down()
     two = engine(path, kv_offload_tier="shared_folder:make", **HOST)
     answers = run(two, [first])
-    assert (results(answers), answers[first.id].cached_tokens) == (wanted, 112)
+    assert (ids_and_logprobs(answers), answers[first.id].cached_tokens) == (expected, 112)
     assert {tier.name: tier.fetched_pages for tier in two.engine_stats.tiers} == {"host": 0, "shared": 7}
     two.scheduler.kv_cache_manager.block_pool.clear_hashes()
     assert run(two, [first])[first.id].cached_tokens == 112
@@ -326,16 +326,16 @@ def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             file.write_bytes(content)
     three = engine(path, kv_offload_tier="shared_folder:make")
     answers = run(three, [first])
-    assert (results(answers), answers[first.id].cached_tokens) == (wanted, 0)
+    assert (ids_and_logprobs(answers), answers[first.id].cached_tokens) == (expected, 0)
     three.shut_down()
 
 
 @compiled
-def test_what_was_fetched_for_nobody_is_not_touched_by_idle_warm_up(tmp_path: Path) -> None:
+def test_idle_warmup_does_not_overwrite_loaded_blocks(tmp_path: Path) -> None:
     """Warm-up writes to blocks that no step has used: see KVPrefaulter."""
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
     one = engine(path, num_kv_blocks=800, **disk(tmp_path))
-    wanted = results(run(one, [first]))
+    expected = ids_and_logprobs(run(one, [first]))
     one.shut_down()
     two = engine(path, num_kv_blocks=800, **disk(tmp_path))
     two.add_request(first)
@@ -349,5 +349,5 @@ def test_what_was_fetched_for_nobody_is_not_touched_by_idle_warm_up(tmp_path: Pa
         pass
     answers = run(two, [first])
     assert answers[first.id].cached_tokens == 112
-    assert results(answers) == wanted
+    assert ids_and_logprobs(answers) == expected
     two.shut_down()

@@ -21,7 +21,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadCosts, "num_blocks_worth_loading", Always.num_blocks_worth_loading)
 
 
-def ask(llm: LLM) -> tuple[int, list[int]]:
+def generate_cached_and_ids(llm: LLM) -> tuple[int, list[int]]:
     """The number of cached tokens, and the generated ids."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], params)
@@ -29,24 +29,24 @@ def ask(llm: LLM) -> tuple[int, list[int]]:
 
 
 @pytest.mark.slow
-def test_sleeps_resets_updates_and_a_second_program(tmp_path: Path) -> None:
-    path, other = save_tiny_model(tmp_path / "one", "llama"), save_other(tmp_path / "two")
+def test_disk_tier_survives_sleep_weight_update_and_restart(tmp_path: Path) -> None:
+    path, other_path = save_tiny_model(tmp_path / "one", "llama"), save_other(tmp_path / "two")
     options = {"kv_offload_dir": str(tmp_path / "pages"), "num_kv_blocks": 32, "skip_tokenizer_init": True}
     llm = LLM(path, **options)
-    _, wanted = ask(llm)
+    _, expected = generate_cached_and_ids(llm)
     llm.sleep()
     llm.wake_up()
-    assert ask(llm) == (96, wanted)
-    llm.update_weights(str(other))
-    cached, others = ask(llm)
+    assert generate_cached_and_ids(llm) == (96, expected)
+    llm.update_weights(str(other_path))
+    cached, other_expected = generate_cached_and_ids(llm)
     assert cached == 0
     llm.update_weights(str(path))
-    assert ask(llm) == (96, wanted)
+    assert generate_cached_and_ids(llm) == (96, expected)
     llm.close()
-    llm = LLM(path, weights=str(other), **options)
-    assert ask(llm) == (96, others)
+    llm = LLM(path, weights=str(other_path), **options)
+    assert generate_cached_and_ids(llm) == (96, other_expected)
     llm.sleep()
     llm.reset_prefix_cache()
     llm.wake_up()
-    assert ask(llm) == (0, others)
+    assert generate_cached_and_ids(llm) == (0, other_expected)
     llm.close()

@@ -24,7 +24,7 @@ from tests.tiers import examples
 PUT_INLINE: dict[str, Any] = {"store_threads": Inline}
 
 
-class WithTiers(SchedulerMachine):
+class TieredSchedulerMachine(SchedulerMachine):
     """Whatever the tiers keep or lose, no request's tokens change."""
 
     @initialize(
@@ -32,8 +32,8 @@ class WithTiers(SchedulerMachine):
         kinds=st.lists(st.sampled_from(["host", "small", "unreliable"]), min_size=1, max_size=2, unique=True),
     )
     def start(self, drafts: str, kinds: list[str] = ()) -> None:
-        made = {"host": HostTier(8 * 1000), "small": HostTier(8 * 6), "unreliable": Unreliable()}
-        made["small"].name = "small"
+        tiers_by_kind = {"host": HostTier(8 * 1000), "small": HostTier(8 * 6), "unreliable": Unreliable()}
+        tiers_by_kind["small"].name = "small"
         self.scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=self.num_blocks,
@@ -45,7 +45,7 @@ class WithTiers(SchedulerMachine):
                 eos_token_ids=(EOS,),
             ),
             drafter=DRAFTERS[drafts],
-            tiers=tiers_of(self.device, [made[kind] for kind in kinds]),
+            tiers=tiers_of(self.device, [tiers_by_kind[kind] for kind in kinds]),
         )
 
     @rule()
@@ -67,15 +67,15 @@ class WithTiers(SchedulerMachine):
         self.scheduler.kv_offloader.close_tiers()
 
 
-TestWithTiers = WithTiers.TestCase
-TestWithTiers.settings = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)
+TestTieredScheduler = TieredSchedulerMachine.TestCase
+TestTieredScheduler.settings = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)
 
 
-def test_a_sequence_does_not_load_again_and_again_what_others_take() -> None:
+def test_preempted_request_does_not_reload_blocks_forever() -> None:
     """Hypothesis found this: one request loaded blocks, a running one took some of them on arrival, was preempted for
     the first, and began anew while the first loaded again.
     """
-    machine = WithTiers()
+    machine = TieredSchedulerMachine()
     machine.start(kinds=["host", "small"], drafts="right")
     word = [0, 1, 2, 2]
     for prompt, most, least, priority, stop, salt, logprobs in [
@@ -103,14 +103,14 @@ def test_a_sequence_does_not_load_again_and_again_what_others_take() -> None:
     machine.teardown()  # runs to the end, or fails
 
 
-class LargePages(WithTiers):
+class LargeBlocksSchedulerMachine(TieredSchedulerMachine):
     block = 12
     piece = 2
     num_blocks = 5
 
 
-TestLargePages = LargePages.TestCase
-TestLargePages.settings = settings(max_examples=examples(25), stateful_step_count=60, deadline=None)
+TestLargeBlocksScheduler = LargeBlocksSchedulerMachine.TestCase
+TestLargeBlocksScheduler.settings = settings(max_examples=examples(25), stateful_step_count=60, deadline=None)
 
 
 def scheduler(device: FakeDevice, tier: Tier, tier_options: dict[str, Any] | None = None, **options: int) -> Scheduler:
@@ -140,7 +140,7 @@ def run(some: Scheduler, device: FakeDevice, *requests: EngineCoreRequest) -> di
     return cached
 
 
-def settle(some: Scheduler) -> None:
+def wait_for_stores(some: Scheduler) -> None:
     """Wait until the blocks on their way to a tier have arrived."""
     some.kv_offloader._writer._thread.submit(lambda: None).result()
 
@@ -148,7 +148,7 @@ def settle(some: Scheduler) -> None:
 A, B, C = ([first] * 4 + [1, 2, 3, 4] * 7 for first in (5, 6, 8))
 
 
-def test_what_leaves_the_device_comes_back() -> None:
+def test_evicted_blocks_are_loaded_from_host_tier() -> None:
     device = FakeDevice()
     some = scheduler(device, HostTier(10_000), PUT_INLINE)
     assert run(some, device, request("a", A, max_tokens=1)) == {"a": 0}
@@ -160,23 +160,23 @@ def test_what_leaves_the_device_comes_back() -> None:
     assert (host.name, host.fetched_pages, host.fetched_tokens) == ("host", 8, 32)
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_other_cache_salt_misses_tier() -> None:
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1, salt="one"))
     run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))
-    settle(some)
+    wait_for_stores(some)
     assert run(some, device, request("probe", [*A, 9], max_tokens=1, salt="other")) == {"probe": 0}
     assert tier.fetches == 0
     assert run(some, device, request("own", [*A, 9], max_tokens=1, salt="one")) == {"own": 32}
 
 
-def test_only_those_wait_whose_pages_are_on_their_way() -> None:
+def test_only_requests_with_open_loads_wait() -> None:
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier, num_blocks=24)
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
-    settle(some)
+    wait_for_stores(some)
     some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     some.add_request(request("slow", [*A, 9], max_tokens=2))
@@ -195,11 +195,11 @@ def test_only_those_wait_whose_pages_are_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: int) -> None:
+def test_abort_returns_at_once_but_blocks_stay_until_load_ends(together: int) -> None:
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
-    settle(some)
+    wait_for_stores(some)
     some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     names = ["one", "two"][:together]
@@ -215,7 +215,7 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
     assert some.make_stats().used_blocks == 0
 
 
-def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_tier_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs in a put or in a fetch: the engine continues, nothing waits for the tier again, and a reset returns at
     once.
     """
@@ -227,28 +227,28 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))
             tier.open.clear()
         run(some, device, request("a", A, max_tokens=1))
-        settle(some)
+        wait_for_stores(some)
         some.kv_cache_manager.block_pool.clear_hashes()
         tier.open.clear()
         run(some, device, request("again", [*A, 9], max_tokens=1))
-        settle(some)
+        wait_for_stores(some)
         assert watched.is_disabled
         assert [each.off for each in some.make_stats().tiers] == [True]
         fetches = tier.fetches
         assert run(some, device, request("later", [*A, 10], max_tokens=1))["later"] == 32, "of the device's cache"
         some.kv_offloader.clear_tiers()
-        settle(some)
+        wait_for_stores(some)
         assert tier.fetches == fetches
         some.kv_offloader.close_tiers()
         tier.open.set()
 
 
-def test_what_takes_too_long_is_computed() -> None:
+def test_load_past_timeout_is_computed_instead() -> None:
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier, {"load_timeout": 0.0}, num_blocks=24)
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
-    settle(some)
+    wait_for_stores(some)
     some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
@@ -259,7 +259,7 @@ def test_what_takes_too_long_is_computed() -> None:
         some.schedule()
 
 
-def test_a_preempted_sequence_finds_its_pages_again() -> None:
+def test_preempted_request_loads_blocks_from_host_tier() -> None:
     device = FakeDevice()
     some = scheduler(device, HostTier(10_000), PUT_INLINE, num_blocks=10)
     long = [request(name, [first] * 4 + [1, 2, 3, 4] * 3, max_tokens=20) for name, first in (("a", 5), ("b", 6))]
@@ -269,11 +269,11 @@ def test_a_preempted_sequence_finds_its_pages_again() -> None:
     assert stats.tiers[0].fetched_pages > 0
 
 
-def test_a_reset_forgets_what_is_on_its_way_too() -> None:
+def test_reset_discards_open_loads() -> None:
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
-    settle(some)
+    wait_for_stores(some)
     some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     some.add_request(request("before", [*A, 9], max_tokens=1))
@@ -282,13 +282,13 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
     some.kv_offloader.clear_tiers()
     tier.open.set()
     run(some, device)
-    settle(some)
+    wait_for_stores(some)
     some.kv_cache_manager.block_pool.clear_hashes()
     tier.pages.clear()
     assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
 
 
-def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
+def test_load_does_not_overwrite_block_copied_in_same_step() -> None:
     """One request copies the beginning of an unreferenced large block; the next request's load would get that block
     first.
     """
@@ -304,14 +304,14 @@ def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
     assert run(some, device, request("loads", [*A[:12], 9], max_tokens=1)) == {"forks": 6, "loads": 12}
 
 
-def test_a_page_is_copied_before_it_is_overwritten() -> None:
+def test_block_is_stored_before_overwrite() -> None:
     """The store thread is blocked, so that the engine loop must make the copies itself."""
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier)
-    held = some.kv_offloader._writer._store_lock
-    with held:
+    store_lock = some.kv_offloader._writer._store_lock
+    with store_lock:
         run(some, device, request("a", A, max_tokens=1))
         run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))
-    settle(some)
+    wait_for_stores(some)
     assert some.kv_offloader._writer.num_forced_copies > 0
     assert run(some, device, request("again", [*A, 9], max_tokens=1)) == {"again": 32}

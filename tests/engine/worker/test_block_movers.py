@@ -33,7 +33,7 @@ def tensors() -> list[Tensor]:
     return [one, two, two.view(torch.float8_e4m3fn).clone(), torch.randn((2, 5, 3), generator=generator)]
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def equal_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -51,35 +51,35 @@ def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     return CudaBlockMover(pages, "fake"), pages
 
 
-def test_a_page_comes_back_as_it_was_and_no_other_changes(
+def test_block_round_trips_without_changing_other_blocks(
     mover: tuple[HostBlockMover | CudaBlockMover, list[Tensor]],
 ) -> None:
-    made, pages = mover
+    block_mover, pages = mover
     before = [each.clone() for each in pages]
-    copy = made.read_block(3)
-    assert len(copy) == made.block_bytes == sum(each[:, 0].numel() * each.element_size() for each in pages)
+    copy = block_mover.read_block(3)
+    assert len(copy) == block_mover.block_bytes == sum(each[:, 0].numel() * each.element_size() for each in pages)
     for each in pages:
         each[:, 3] = each[:, 0]
-    made.write_block(3, bytes(copy))
-    assert all(same(each, was) for each, was in zip(pages, before, strict=True))
-    made.write_block(1, copy)
+    block_mover.write_block(3, bytes(copy))
+    assert all(equal_bits(each, was) for each, was in zip(pages, before, strict=True))
+    block_mover.write_block(1, copy)
     for each, was in zip(pages, before, strict=True):
-        assert same(each[:, 1].contiguous(), was[:, 3].contiguous())
-        assert same(each[:, [0, 2, 3, 4]].contiguous(), was[:, [0, 2, 3, 4]].contiguous())
+        assert equal_bits(each[:, 1].contiguous(), was[:, 3].contiguous())
+        assert equal_bits(each[:, [0, 2, 3, 4]].contiguous(), was[:, [0, 2, 3, 4]].contiguous())
 
 
-def test_a_gpu_s_copies_wait_for_what_was_launched_and_are_made_when_they_return(
+def test_cuda_block_mover_waits_for_compute_and_synchronizes(
     mover: tuple[HostBlockMover | CudaBlockMover, list[Tensor]],
 ) -> None:
-    made, _ = mover
-    if isinstance(made, CudaBlockMover):
-        made.write_block(0, made.read_block(2))
-        for stream in (made._read_stream, made._write_stream):
-            assert stream.waited == [made._compute_stream]
+    block_mover, _ = mover
+    if isinstance(block_mover, CudaBlockMover):
+        block_mover.write_block(0, block_mover.read_block(2))
+        for stream in (block_mover._read_stream, block_mover._write_stream):
+            assert stream.waited == [block_mover._compute_stream]
             assert stream.synchronized == 1
 
 
-def test_the_layout_tells_pages_apart() -> None:
+def test_block_layout_depends_on_model_dtype_and_shape() -> None:
     one = HostBlockMover(tensors(), "fake")
     assert one.layout == HostBlockMover(tensors(), "fake").layout
     assert one.layout != HostBlockMover(tensors(), "other").layout

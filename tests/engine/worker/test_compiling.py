@@ -62,23 +62,23 @@ def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     driver.set_active(None)  # the driver looks for the real GPU at its next use
 
 
-def aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+def upload_aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Upload arrays as tensors aligned like those of an upload to a GPU."""
     return [torch.from_numpy(np.ascontiguousarray(array)).clone() for array in arrays]
 
 
-class Nobody:
+class FakeNccl:
     """Stands for NCCL: the other rank holds the same tensors as this one."""
 
-    def _allgather_base(self, out: Tensor, x: Tensor) -> Nobody:
+    def _allgather_base(self, out: Tensor, x: Tensor) -> FakeNccl:
         out.view(2, -1).copy_(x)
         return self
 
-    def alltoall_base(self, out: Tensor, x: Tensor, *_: object) -> Nobody:
+    def alltoall_base(self, out: Tensor, x: Tensor, *_: object) -> FakeNccl:
         out.copy_(x)
         return self
 
-    def allreduce(self, tensors: list[Tensor], options: object = None) -> Nobody:
+    def allreduce(self, tensors: list[Tensor], options: object = None) -> FakeNccl:
         return self
 
     broadcast = allreduce
@@ -87,7 +87,7 @@ class Nobody:
         pass
 
 
-class Alone(QuietRanks):
+class FirstOfTwoRanks(QuietRanks):
     """The first of two ranks, which use Quire's one-shot all-reduce kernel for tensors that it accepts."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -96,7 +96,7 @@ class Alone(QuietRanks):
         super().__init__(config, 0, False)
         memory = [torch.zeros(rank_memory_bytes(2), dtype=torch.uint8) for _ in range(2)]
         near = OneShotAllReduce(0, memory, torch.zeros(2, dtype=torch.int32))
-        self.group = Agreeing(Nobody, 0, 2, in_order=False, make_small_all_reduce=lambda: near)
+        self.group = Agreeing(FakeNccl, 0, 2, in_order=False, make_small_all_reduce=lambda: near)
         self.group.all_reduce(torch.zeros(1, dtype=torch.int64))  # the ranks meet when memory is measured
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
@@ -120,7 +120,7 @@ def start(
     for each in (model_runner, draft_head_runner, draft_model_runner):
         monkeypatch.setattr(each, "choose_sampler", lambda *_: sample_on_device)
     for each in (model_runner, draft_head_runner, draft_model_runner, input_batch, device_sampler, sampling_rules):
-        monkeypatch.setattr(each, "upload_arrays", aligned)
+        monkeypatch.setattr(each, "upload_arrays", upload_aligned)
     options = {
         "num_kv_blocks": 200,
         "max_model_len": 1024,
@@ -128,7 +128,7 @@ def start(
         "dtype": "bfloat16",
     } | options
     if options.get("tensor_parallel_size") == 2:
-        monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: Alone(config))
+        monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: FirstOfTwoRanks(config))
     path = path or save_tiny_model(tmp_path, family, max_position_embeddings=1024)
     config = EngineConfig(model=str(path), attention_backend="triton", warmup_seconds=0, max_num_seqs=8, **options)
     return EngineCore(config, make_drafter=make_drafter)
@@ -149,11 +149,11 @@ def start(
         ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ],
 )
-def test_steps_launch_nothing_else(
+def test_steps_launch_only_precompiled_kernel_variants(
     h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
-    launched_alike(monkeypatch, lambda: start(monkeypatch, tmp_path, family, **options))
+    assert_only_precompiled_variants_launched(monkeypatch, lambda: start(monkeypatch, tmp_path, family, **options))
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_steps_launch_nothing_else(
         *slow(("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"})),
     ],
 )
-def test_what_drafts_launches_nothing_else(
+def test_drafters_launch_only_precompiled_kernel_variants(
     h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, family: str, options: dict[str, Any]
 ) -> None:
     """Draft models with other widths, and draft heads: next to steps, and while they draft."""
@@ -189,10 +189,12 @@ def test_what_drafts_launches_nothing_else(
             path, shape = save_tiny_mtp(tmp_path / "model", family), shape | {"max_model_len": 512}
         return start(monkeypatch, tmp_path / "model", family, path, always, **shape)
 
-    launched_alike(monkeypatch, started, drafts=True)
+    assert_only_precompiled_variants_launched(monkeypatch, started, drafts=True)
 
 
-def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], EngineCore], *, drafts: bool = False) -> None:
+def assert_only_precompiled_variants_launched(
+    monkeypatch: pytest.MonkeyPatch, started: Callable[[], EngineCore], *, drafts: bool = False
+) -> None:
     """Assert that steps launch only kernel variants compiled before the engine is ready, and that a drafter launches
     only the variants that it declares itself, whatever steps of the served model launch.
     """
@@ -200,12 +202,12 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
 
     from quire.kernels.gpu.kernel_variant import KernelVariant, dry_run_for_variants
 
-    found: dict[str, list[KernelVariant]] = {"guesses": [], "every guess": []}
+    variants: dict[str, list[KernelVariant]] = {"guesses": [], "every guess": []}
 
-    def apart(whole: Callable[..., Any]) -> Callable[..., Any]:
+    def record_variants(whole: Callable[..., Any]) -> Callable[..., Any]:
         def launched(*args: Any) -> Any:
             results = list[Any]()
-            found["guesses"] += dry_run_for_variants(lambda: results.append(whole(*args)))
+            variants["guesses"] += dry_run_for_variants(lambda: results.append(whole(*args)))
             return results[0]
 
         return launched
@@ -215,9 +217,9 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         (DraftModelRunner, ("draft_first_tokens", "draft_next_tokens")),
     ):
         for name in names:
-            monkeypatch.setattr(owner, name, apart(getattr(owner, name)))
+            monkeypatch.setattr(owner, name, record_variants(getattr(owner, name)))
 
-    def nothing() -> None:
+    def run_steps() -> None:
         launch = JITFunction.run
 
         def picks(kernel: Any, *args: Any, **named: Any) -> Any:
@@ -229,27 +231,27 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         engine = started()
         worker, longest = engine.executor, engine.info.max_model_len
         assert isinstance(worker, ModelRunner)
-        found["every step"] = worker.kernel_variants(600)
+        variants["every step"] = worker.kernel_variants(600)
         if engine._device_drafter is not None:
-            found["every guess"] = dry_run_for_variants(partial(engine._device_drafter.launch_kernel_variants, 600))
-        asked = [
+            variants["every guess"] = dry_run_for_variants(partial(engine._device_drafter.launch_kernel_variants, 600))
+        requests = [
             request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
             for name, kind in KINDS.items()
             for length in (3, 17, 90, 700)
             if length < longest
         ]
-        found["steps"] = dry_run_for_variants(lambda: unused(run(engine, asked)))
+        variants["steps"] = dry_run_for_variants(lambda: unused(run(engine, requests)))
         assert (sum(engine.engine_stats.accepted_drafts) > 10) == drafts
 
-    dry_run_for_variants(nothing)
+    dry_run_for_variants(run_steps)
     for launched, compiled in (("steps", "every step"), ("guesses", "every guess")):
-        others = {(kind.name, kind.specialization) for kind in found[launched]} - {
-            (kind.name, kind.specialization) for kind in found[compiled]
+        others = {(kind.name, kind.specialization) for kind in variants[launched]} - {
+            (kind.name, kind.specialization) for kind in variants[compiled]
         }
-        same = [kind.specialization for kind in found[compiled] if kind.name in {name for name, _ in others}]
+        same = [kind.specialization for kind in variants[compiled] if kind.name in {name for name, _ in others}]
         assert not others, f"{launched}, beside {same}"
-    assert len(found["steps"]) > 10
-    assert bool(found["guesses"]) == drafts
+    assert len(variants["steps"]) > 10
+    assert bool(variants["guesses"]) == drafts
 
 
 def unused(_: object) -> None:
@@ -257,14 +259,14 @@ def unused(_: object) -> None:
 
 
 @pytest.mark.parametrize("values", [None, 32])
-def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
+def test_few_heads_need_no_further_kernel_variants(values: int | None, h100: Path) -> None:
     """Numbers of rows and splits are odd, as on a rank with three heads: all tensors begin at multiples of 16 bytes,
     which is part of a variant.
     """
     from quire.kernels.gpu.kernel_variant import dry_run_for_variants
     from quire.kernels.gpu.triton_backend import TritonBackend
 
-    heads, cache, found = 3, torch.zeros((2, 16, 1, 48), dtype=torch.bfloat16), set()
+    heads, cache, variants = 3, torch.zeros((2, 16, 1, 48), dtype=torch.bfloat16), set()
 
     def launch(tokens: int) -> None:
         metadata = last_tokens_metadata(torch.device("cpu"), (1, 1), (4096, 4096), 4096)
@@ -275,12 +277,12 @@ def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
         )
 
     for tokens in range(1, 6):
-        found |= {(kind.name, kind.specialization) for kind in dry_run_for_variants(partial(launch, tokens))}
-    assert sorted(name for name, _ in found) == [f"attend{'_latent' if values else ''}_splits", "reduce_even_splits"]
+        variants |= {(kind.name, kind.specialization) for kind in dry_run_for_variants(partial(launch, tokens))}
+    assert sorted(name for name, _ in variants) == [f"attend{'_latent' if values else ''}_splits", "reduce_even_splits"]
 
 
 @dataclass(frozen=True)
-class Named:
+class FakeVariant:
     """Stands for a kernel variant of a kernel that no process knows."""
 
     folder: str
@@ -290,15 +292,15 @@ class Named:
         return Path(self.folder, "compiled")
 
 
-def test_processes_that_die_have_compiled_nothing_and_say_why(tmp_path: Path) -> None:
-    kinds = [Named(str(tmp_path))] * 5
-    found = compile_variants(kinds, lambda: None, "quire.engine.worker.kernel_compilation.nobody")  # type: ignore[arg-type]
-    assert (found.num_compiled, found.num_failed) == (0, 5)
-    assert found.first_error.endswith("No module named quire.engine.worker.kernel_compilation.nobody")
-    assert found.summary.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
+def test_dead_compiler_processes_report_failure(tmp_path: Path) -> None:
+    kinds = [FakeVariant(str(tmp_path))] * 5
+    result = compile_variants(kinds, lambda: None, "quire.engine.worker.kernel_compilation.nobody")  # type: ignore[arg-type]
+    assert (result.num_compiled, result.num_failed) == (0, 5)
+    assert result.first_error.endswith("No module named quire.engine.worker.kernel_compilation.nobody")
+    assert result.summary.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
 
 
-def test_what_a_kernel_lacks_is_told_without_its_source() -> None:
+def test_kernel_error_description_omits_source() -> None:
     assert (
         describe_kernel_error(ValueError("at 3:4:\n    x = tl.load(y)\n        ^\ny is not defined"))
         == "ValueError: y is not defined"
@@ -306,7 +308,7 @@ def test_what_a_kernel_lacks_is_told_without_its_source() -> None:
 
 
 @pytest.mark.slow
-def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
+def test_kernels_compiled_by_other_process_are_found_in_cache(h100: Path) -> None:
     from quire.kernels.gpu.kernel_variant import dry_run_for_variants
     from quire.kernels.gpu.triton_fused import _norm_kernel, silu_mul
 
@@ -315,30 +317,32 @@ def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
     assert [kind.name for kind in kinds] == ["_gate_kernel"]
     assert _norm_kernel is not kinds[0].kernel
     broken = replace(kinds[0], specialization="{}")
-    found = compile_variants([broken, *kinds, broken], lambda: None)
-    assert (found.num_compiled, found.num_failed) == (1, 2)
-    assert found.first_error.startswith("_gate_kernel: ")
+    result = compile_variants([broken, *kinds, broken], lambda: None)
+    assert (result.num_compiled, result.num_failed) == (1, 2)
+    assert result.first_error.startswith("_gate_kernel: ")
     assert kinds[0].marker_path.exists()
     assert compile_variants(kinds, lambda: None) == CompileResult(), "it is there"
-    kept = sorted(h100.rglob("*"))
-    assert any(each.suffix == ".cubin" for each in kept)
+    cache_files = sorted(h100.rglob("*"))
+    assert any(each.suffix == ".cubin" for each in cache_files)
     kinds[0].compile_variant()
-    assert sorted(h100.rglob("*")) == kept, "nothing was compiled anew"
+    assert sorted(h100.rglob("*")) == cache_files, "nothing was compiled anew"
 
 
 @pytest.mark.slow
-def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> None:
+def test_image_kernel_variants_cover_common_models(h100: Path) -> None:
     from quire.engine.worker.kernel_compilation.fill import model_kernel_variants, read_common_models
 
-    found = [{kind.name for kind in model_kernel_variants(model, 256)} for model in read_common_models()]
+    names_by_model = [{kind.name for kind in model_kernel_variants(model, 256)} for model in read_common_models()]
     attention = {"attend", "attend_splits", "reduce_even_splits", "_norm_rope_store_kernel", "_norm_kernel"}
-    assert all(names >= attention | {"pick_tokens", "ban_words"} for names in found)
-    assert ["multiply_experts" in names for names in found] == [False, False, True]
+    assert all(names >= attention | {"pick_tokens", "ban_words"} for names in names_by_model)
+    assert ["multiply_experts" in names for names in names_by_model] == [False, False, True]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gfx942", *slow("gfx1100")])
-def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernels_compile_for_amd_within_shared_memory(
+    name: str, h100: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from quire.engine.worker.kernel_compilation.fill import model_kernel_variants, parse_gpu_target, read_common_models
     from quire.kernels.gpu.kernel_variant import set_compile_target
 
@@ -350,13 +354,13 @@ def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkey
     assert len(kinds) == 8
     for kind in kinds:
         kind.compile_variant()
-    found = [json.loads(each.read_text()) for each in h100.rglob("attend*.json") if not each.name.startswith("__")]
-    assert {each["target"]["arch"] for each in found} == {name}
-    assert max(each["shared"] for each in found) <= 65_536
+    metadata = [json.loads(each.read_text()) for each in h100.rglob("attend*.json") if not each.name.startswith("__")]
+    assert {each["target"]["arch"] for each in metadata} == {name}
+    assert max(each["shared"] for each in metadata) <= 65_536
 
 
-def test_architectures_by_name() -> None:
+def test_parse_gpu_target_accepts_nvidia_and_amd_names() -> None:
     from quire.engine.worker.kernel_compilation.fill import parse_gpu_target
 
-    found = [(each.backend, each.arch, each.warp_size) for each in map(parse_gpu_target, ("90", "gfx942", "gfx1100"))]
-    assert found == [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]
+    targets = [(each.backend, each.arch, each.warp_size) for each in map(parse_gpu_target, ("90", "gfx942", "gfx1100"))]
+    assert targets == [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]

@@ -43,7 +43,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def with_driver(root: Path, text: str) -> Path:
+def write_driver_version(root: Path, text: str) -> Path:
     folder = root / "proc/driver/nvidia"
     folder.mkdir(parents=True)
     (folder / "version").write_text(text)
@@ -51,8 +51,10 @@ def with_driver(root: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(("text", "version"), [(PROPRIETARY, "535.104.05"), (OPEN, "580.65.06")])
-def test_the_driver_says_its_version(text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = with_driver(tmp_path, text)
+def test_driver_version_is_read_unless_gpus_are_hidden(
+    text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_driver_version(tmp_path, text)
     assert nvidia_driver_version(root) == version
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -61,7 +63,7 @@ def test_the_driver_says_its_version(text: str, version: str, tmp_path: Path, mo
     assert nvidia_driver_version(root) == version
 
 
-def test_a_driver_without_the_file(tmp_path: Path) -> None:
+def test_driver_version_falls_back_to_nvidia_smi_and_device_file(tmp_path: Path) -> None:
     assert nvidia_driver_version(tmp_path) is None
     tool = tmp_path / "bin/nvidia-smi"
     tool.parent.mkdir()
@@ -77,7 +79,7 @@ def test_a_driver_without_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["auto", "cuda"])
-def test_a_driver_that_pytorch_cannot_use_ends_the_start(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_unusable_by_pytorch_raises_config_error(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "nvidia_driver_version", lambda: "535.104.05")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -89,7 +91,7 @@ def test_a_driver_that_pytorch_cannot_use_ends_the_start(asked: Any, monkeypatch
     assert choose_device(EngineConfig(device="cpu")).type == "cpu"
 
 
-def test_an_old_driver_is_told_what_the_build_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_old_driver_error_says_required_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update")
 
@@ -99,25 +101,25 @@ def test_an_old_driver_is_told_what_the_build_needs(monkeypatch: pytest.MonkeyPa
     assert "start the container with --gpus all" in devices._explain_driver_failure("535.104.05", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    said = devices._explain_driver_failure("535.104.05", tmp_path)
-    assert said == (
+    message = devices._explain_driver_failure("535.104.05", tmp_path)
+    assert message == (
         "an NVIDIA driver (535.104.05) is loaded, but PyTorch 2.13.0+cu130, built for CUDA 13.0, cannot use it (The "
         "NVIDIA driver on your system is too old (found version 12020).); CUDA 13.0 needs driver 580 or later, or a "
         "PyTorch for an older CUDA"
     )
 
 
-def test_replicas_on_a_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_on_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device(EngineConfig()).type == "cuda"
     assert choose_device(EngineConfig(device="cpu", data_parallel_size=2)).type == "cpu"
-    for asked in ("auto", "cuda"):
+    for device in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=r"data_parallel_size.*--device cpu") as raised:
-            choose_device(EngineConfig(device=asked, data_parallel_size=2))
+            choose_device(EngineConfig(device=device, data_parallel_size=2))
         assert raised.value.param == "data_parallel_size"
 
 
-def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_device_without_driver_is_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "nvidia_driver_version", lambda: None)
     assert choose_device(EngineConfig()).type == "cpu"
     with pytest.raises(ConfigError, match="torch finds no NVIDIA GPU"):
@@ -142,19 +144,21 @@ SLOW = "bfloat16 instead of {}, slow on CPUs; --dtype float32 keeps all bits, in
         ("float16", "auto", "cpu", None, "bfloat16"),
     ],
 )
-def test_the_type(
+def test_compute_dtype_of_stored_requested_and_device(
     stored: str, asked: Any, device: str, capability: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config, model = EngineConfig(dtype=asked), SimpleNamespace(dtype=stored)
     dtype, note = choose_compute_dtype_and_note(config, model, torch.device(device))  # type: ignore[arg-type]
     assert dtype == getattr(torch, chosen)
-    kept = f"{chosen} of the checkpoint's {stored}; --dtype {stored} keeps it"
-    assert note == (None if stored == chosen else SLOW.format("the checkpoint's float16") if device == "cpu" else kept)
+    kept_note = f"{chosen} of the checkpoint's {stored}; --dtype {stored} keeps it"
+    assert note == (
+        None if stored == chosen else SLOW.format("the checkpoint's float16") if device == "cpu" else kept_note
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
-def test_float16_that_is_asked_for_on_a_cpu(backend: str) -> None:
+def test_float16_on_cpu_is_replaced_or_noted(backend: str) -> None:
     """Recipes for GPUs pass `--dtype half`; on a CPU a float16 product takes many times as long (issue 58)."""
     config = EngineConfig(dtype="half", attention_backend=backend)  # type: ignore[arg-type]
     dtype, note = choose_compute_dtype_and_note(config, SimpleNamespace(dtype="bfloat16"), torch.device("cpu"))  # type: ignore[arg-type]
@@ -163,7 +167,7 @@ def test_float16_that_is_asked_for_on_a_cpu(backend: str) -> None:
     assert ("many times as long" if backend == "reference" else SLOW.format("float16")) in note
 
 
-def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_writable_kernel_cache_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "models/triton"))
     assert prepare_kernel_cache() is None
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "models/triton")
@@ -171,9 +175,7 @@ def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
-def test_flash_attn_4_takes_its_own_folder_where_the_image_s_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_read_only_flash_attn_4_cache_falls_back_to_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "/proc/self/models/flash-attn-4")
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "quack"))
@@ -183,9 +185,7 @@ def test_flash_attn_4_takes_its_own_folder_where_the_image_s_cannot_be_written(
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
-def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_read_only_kernel_cache_falls_back_to_user_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")  # nobody may write there, root included
     own = tmp_path / f"quire-triton-{os.getuid()}"
     note = prepare_kernel_cache(tmp_path)
@@ -198,7 +198,7 @@ def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
-def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_cache_of_other_user_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")
     uid = os.getuid()
     (tmp_path / f"quire-triton-{uid + 1}").mkdir()
@@ -206,7 +206,7 @@ def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, 
         prepare_kernel_cache(tmp_path, uid + 1)
 
 
-def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:
+def test_missing_c_compiler_raises_config_error() -> None:
     with (
         pytest.raises(ConfigError, match="Triton needs a C compiler"),
         explain_out_of_memory("a step", "x", "Lower it"),
@@ -216,7 +216,7 @@ def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:
         raise OSError("something else")
 
 
-def test_a_kernel_that_does_not_fit_names_the_setting_that_does_without_it() -> None:
+def test_kernel_out_of_resources_error_names_attention_backend() -> None:
     out_of_resources = pytest.importorskip("triton.runtime.errors").OutOfResources
     message = "does not compile or fit"
     with pytest.raises(ConfigError, match=message) as raised, explain_out_of_memory("a step", "x", "Lower it"):
@@ -227,7 +227,7 @@ def test_a_kernel_that_does_not_fit_names_the_setting_that_does_without_it() -> 
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bloom", "ALiBi"), ("gpt_oss", None), ("olmo2", None)])
-def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | None, tmp_path: Path) -> None:
+def test_attention_unsupported_on_gpu_is_rejected(family: str, kind: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     config = read_model_config(tmp_path)
     check_device_supports_attention(torch.device("cpu"), config, decoder_spec(config))
@@ -256,15 +256,15 @@ def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_backend_that_graphs_do_not_hold_runs_without(
+def test_backend_that_fails_in_graphs_runs_eager_on_all_ranks(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds on all ranks, though only the first has tried the backend."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"]))
     monkeypatch.setattr(devices, "choose_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(devices, "choose_dtypes", lambda *_: devices.ModelDTypes(torch.bfloat16, torch.bfloat16, None))
-    divided = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
-    config, model = EngineConfig(model=str(tmp_path), **divided), read_model_config(tmp_path)
+    parallel_options = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+    config, model = EngineConfig(model=str(tmp_path), **parallel_options), read_model_config(tmp_path)
     chosen = devices.choose_device_plan(config, model)
     assert chosen.backend_reason.startswith("Triton ")
     assert "triton: differs from the reference in a CUDA graph" in chosen.backend_reason.split("; ")
@@ -272,23 +272,23 @@ def test_a_backend_that_graphs_do_not_hold_runs_without(
     if ranks > 1:
         monkeypatch.setattr(rank_startup, "check_tensor_parallel", lambda *_, **__: None)
         monkeypatch.setattr(rank_startup, "SpmdRanks", lambda local, *_: local)
-        told = rank_startup.start_ranks(config, tmp_path, chosen, lambda: None, None, weights_are_tensors=False)
-        assert told.enforce_eager  # type: ignore[attr-defined]
+        rank_config = rank_startup.start_ranks(config, tmp_path, chosen, lambda: None, None, weights_are_tensors=False)
+        assert rank_config.enforce_eager  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("llama", [16]), ("gemma4", [16, 32])])
-def test_each_shape_of_attention_is_tried(
+def test_backend_trials_cover_every_head_dim(
     family: str, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = list[int]()
+    head_dims = list[int]()
 
     def probe(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, *_: Any, **__: Any) -> Any:
-        return lambda backend: tried.append(dim)
+        return lambda backend: head_dims.append(dim)
 
     monkeypatch.setattr(backend_trials, "PagedAttentionProbe", probe)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     spec, types = decoder_spec(read_model_config(tmp_path)), (torch.bfloat16, torch.bfloat16)
     (trial,) = backend_trials.choose_trials(EngineConfig(enforce_eager=True), torch.device("cuda"), types, spec)
     assert trial(ReferenceBackend()) is None
-    assert sorted(set(tried)) == sizes
-    assert len(tried) == len(sizes)
+    assert sorted(set(head_dims)) == sizes
+    assert len(head_dims) == len(sizes)

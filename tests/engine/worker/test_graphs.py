@@ -106,20 +106,20 @@ def picked(answers: dict[str, Answer], of: list[EngineCoreRequest] | None = None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_graphs_equal_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     capture = FakeCapture()
-    wanted = run(start(monkeypatch, None), traffic())
+    expected = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, capture)
-    assert picked(run(engine, traffic())) == picked(wanted)
+    assert picked(run(engine, traffic())) == picked(expected)
     assert len(capture.recordings) >= 5, "several sizes and context lengths were captured"
     assert capture.replays > 2 * len(capture.recordings)
-    assert picked(run(engine, traffic()[::2])) == picked(wanted, traffic()[::2]), "with everything captured"
+    assert picked(run(engine, traffic()[::2])) == picked(expected, traffic()[::2]), "with everything captured"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_graphs_sample_greedy_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are launched ahead, so that a step reads what the graph before it wrote; and greedy rows run with sampled
     rows.
     """
@@ -127,7 +127,7 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
     greedy = [msgspec.structs.replace(each, params=SamplingParams(temperature=0.0, max_tokens=9)) for each in traffic()]
     for requests in (greedy, [*greedy[:5], *traffic()[5:]]):
         capture, picks = FakeCapture(), list[int]()
-        wanted = run(start(monkeypatch, None), requests)
+        expected = run(start(monkeypatch, None), requests)
         engine = start(monkeypatch, capture, ahead=1)
         assert isinstance(engine.executor, ModelRunner)
         pick = engine.executor.model.greedy_tokens_and_finite_flags
@@ -137,49 +137,53 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
             return pick(hidden, *rest)
 
         monkeypatch.setattr(engine.executor.model, "greedy_tokens_and_finite_flags", largest)
-        assert picked(run(engine, requests)) == picked(wanted)
+        assert picked(run(engine, requests)) == picked(expected)
         assert engine.executor.decode_graphs is not None
         of_picks = [size for size, pages, _ in engine.executor.decode_graphs.graph_set.graphs if pages is None]
         assert (len(of_picks) > 1) == (requests is greedy)
-        decoded = sum(len(answer.ids) for answer in wanted.values()) - len(requests)
+        decoded = sum(len(answer.ids) for answer in expected.values()) - len(requests)
         assert sum(picks) < decoded, "others are replayed, or drawn"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_decode_graphs_read_block_tables_of_every_kv_cache_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
     capture, options = FakeCapture(), {"model": str(path), "enable_prefix_caching": False}
     with monkeypatch.context() as patch:
         patch.setattr(loading, "build_kv_cache_groups", lambda states, *_, **__: single_kv_cache_group(len(states)))
-        wanted = run(start(patch, None, **options), traffic())
+        expected = run(start(patch, None, **options), traffic())
     engine = start(monkeypatch, capture, ahead=1, **options)
     assert engine.info.page_groups == 2
-    assert picked(run(engine, traffic())) == picked(wanted)
+    assert picked(run(engine, traffic())) == picked(expected)
     assert capture.replays > len(capture.recordings) > 3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", *slow("qwen2_5_vl", "mistral3")])
-def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_decode_graphs_after_images_equal_eager_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Positions are rotated according to the images. A last token within an image runs without a graph, also if the
     rest of the prompt is cached.
     """
     path = save_family(tmp_path, name)
     options: dict[str, Any] = {"max_tokens": 10, "logprobs": 1, "more": "?" * 230}  # two blocks
     shown = [about(path, name, str(count), *range(count), **options) for count in range(3)]
-    asked, capture = [*shown, _ending_within(shown[1])], FakeCapture()
-    wanted = picked(run(start(monkeypatch, None, model=str(path)), asked))
+    requests, capture = [*shown, _end_prompt_within_image(shown[1])], FakeCapture()
+    expected = picked(run(start(monkeypatch, None, model=str(path)), requests))
     engine = start(monkeypatch, capture, ahead=1, model=str(path))
     for _ in range(2):
-        assert picked(run(engine, asked)) == wanted
+        assert picked(run(engine, requests)) == expected
     assert capture.replays > len(capture.recordings) > 2
     assert engine.engine_stats.prefix_hits > 0
 
 
-def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
+def _end_prompt_within_image(asked: EngineCoreRequest) -> EngineCoreRequest:
     """A prompt that ends with its image, of which the prefix cache leaves one token to compute."""
     end = asked.spans[-1].start + asked.spans[-1].count
     more = (1 - end) % 16
@@ -190,28 +194,28 @@ def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = run(start(monkeypatch, None), traffic())
+def test_decode_graphs_with_async_steps_and_preemption_equal_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
     engine.scheduler.kv_cache_manager.block_pool.allocate(36)  # four blocks are left
-    got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
+    answers: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add_request(each)
     while engine.has_work:
         for output in engine.step():
-            got[output.id].ids += output.new_ids
-            got[output.id].logprobs += output.logprobs or []
+            answers[output.id].ids += output.new_ids
+            answers[output.id].logprobs += output.logprobs or []
     assert engine.engine_stats.preemptions > 0
-    assert picked(got) == picked(wanted)
+    assert picked(answers) == picked(expected)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_captures_every_graph_once_without_changing_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     capture = FakeCapture()
     engine = start(monkeypatch, capture)
-    wanted = run(start(monkeypatch, None), traffic())
+    expected = run(start(monkeypatch, None), traffic())
     kv = engine.executor._kv_cache
     before = [(k[:-1].clone(), v[:-1].clone()) for k, v in kv]
     steps = 0
@@ -223,7 +227,7 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
     for (k, v), (k_before, v_before) in zip(kv, before, strict=True):
         assert torch.equal(k[:-1].view(torch.int16), k_before.view(torch.int16))
         assert torch.equal(v[:-1].view(torch.int16), v_before.view(torch.int16))
-    assert picked(run(engine, traffic())) == picked(wanted)
+    assert picked(run(engine, traffic())) == picked(expected)
     assert len(capture.recordings) == steps, "nothing was captured again"
 
 
@@ -234,31 +238,31 @@ class Right(Drafter):
     answers: dict[str, Answer]
 
     def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
-        found = []
+        drafts = []
         for seq, most in asked:
             following = self.answers[seq.engine_request.id].ids[seq.num_output_tokens :][: min(most, 5)]
             wrong = len(seq.token_ids) % 3
-            found.append(Draft([*following[:wrong], *(token ^ 1 for token in following[wrong:])]))
-        return found
+            drafts.append(Draft([*following[:wrong], *(token ^ 1 for token in following[wrong:])]))
+        return drafts
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = run(start(monkeypatch, None), traffic())
+def test_draft_verification_runs_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(start(monkeypatch, None), traffic())
     capture = FakeCapture()
-    engine = start(monkeypatch, capture, lambda *_: Right(wanted))
-    assert picked(run(engine, traffic())) == picked(wanted)
+    engine = start(monkeypatch, capture, lambda *_: Right(expected))
+    assert picked(run(engine, traffic())) == picked(expected)
     assert engine.engine_stats.draft_tokens > 100
     assert sum(engine.engine_stats.accepted_drafts) > 20
     again = capture.replays
-    assert picked(run(engine, traffic()[5:])) == picked(wanted, traffic()[5:])
+    assert picked(run(engine, traffic()[5:])) == picked(expected, traffic()[5:])
     assert capture.replays > again
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_draft_model_graphs_equal_eager_drafts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The drafts and the numbers accepted are the same for requests with one and with two new tokens, together with
     prefills, and in an engine whose graphs were captured while idle.
     """
@@ -266,21 +270,21 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
     options = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     model = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=2, **options)
     small = save_tiny_model(tmp_path / "small", "llama", num_hidden_layers=1, **options)
-    wanted = run(start(monkeypatch, None, model=str(model)), traffic())
+    expected = run(start(monkeypatch, None, model=str(model)), traffic())
     for drafts in (model, small):
         speculative = SpeculativeConfig(method="draft_model", model=str(drafts), num_speculative_tokens=3)
-        found = []
+        draft_counts = []
         for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
             engine = start(monkeypatch, capture, always, model=str(model), speculative_config=speculative)
             while idle and engine.run_next_warmup():
                 pass
-            assert picked(run(engine, traffic())) == picked(wanted)
-            found.append((engine.engine_stats.draft_tokens, engine.engine_stats.accepted_drafts))
+            assert picked(run(engine, traffic())) == picked(expected)
+            draft_counts.append((engine.engine_stats.draft_tokens, engine.engine_stats.accepted_drafts))
             graphs = engine._device_drafter.graphs
             assert (graphs is None) == (capture is None)
             assert graphs is None or (len(graphs.graph_set.graphs) > 3 and not graphs.graph_set.eager_reasons)
-        assert found[0] == found[1] == found[2]
-        assert found[0][0] > 30
+        assert draft_counts[0] == draft_counts[1] == draft_counts[2]
+        assert draft_counts[0][0] > 30
 
 
 def with_heads(
@@ -323,17 +327,19 @@ def few() -> list[EngineCoreRequest]:
 @pytest.mark.parametrize(
     ("method", "idle"), [("eagle3", False), ("mtp", False), *slow(("medusa", False), ("eagle", True))]
 )
-def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_draft_head_graphs_equal_eager_drafts(
+    method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The drafts and the heads' KV blocks are the same if graphs draft from the hidden states that decode graphs leave,
     and in an engine whose graphs were captured while idle.
     """
-    found = []
+    results = []
     for capture in (None, FakeCapture()):
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture)
         while idle and engine.run_next_warmup():
             pass
         answers = run(engine, few())
-        found.append((picked(answers), recorded.guesses))
+        results.append((picked(answers), recorded.guesses))
         heads, behind = (
             engine._device_drafter,
             engine.executor.decode_graphs and engine.executor.decode_graphs.draft_head_graphs,
@@ -341,22 +347,22 @@ def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.Monk
         pages = [each[:, : engine.info.num_blocks].float() for each in heads.kv_tensors]
         if capture is None:
             assert heads.graphs is behind is None
-            without = pages
+            eager_pages = pages
             continue
         assert {kind.max_blocks is None for kind in heads.graphs.graph_set.graphs} == {True, method == "medusa"}
         assert bool(behind.graphs) == (method != "medusa")
         assert not heads.graphs.graph_set.eager_reasons
         assert not behind.eager_reasons
-        assert all(torch.equal(*pair) for pair in zip(pages, without, strict=True))
-    assert found[0] == found[1]
-    assert sum(len(guesses) for _, guesses in found[0][1]) > 60
+        assert all(torch.equal(*pair) for pair in zip(pages, eager_pages, strict=True))
+    assert results[0] == results[1]
+    assert sum(len(guesses) for _, guesses in results[0][1]) > 60
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_draft_heads_run_eager_after_failed_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", None)
-    wanted = picked(run(engine, few())), recorded.guesses
+    expected = picked(run(engine, few())), recorded.guesses
 
     def short(whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Runs out of memory while it is captured."""
@@ -374,7 +380,7 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
     for name in ("compute_logits", "advance_states"):
         monkeypatch.setattr(Eagle3Head, name, short(getattr(Eagle3Head, name)))
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", FakeCapture(), warmup_seconds=60.0)
-    assert (picked(run(engine, few())), recorded.guesses) == wanted
+    assert (picked(run(engine, few())), recorded.guesses) == expected
     reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
     whose = ("heads beside 1, 2, 4 rows", "guesses of 1, 2, 4 rows")
     assert engine.info.notes[-2:] == [f"{each} run without graphs: {reason}" for each in whose]
@@ -415,7 +421,7 @@ class Gathered(LinearWithLora):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("slots", [1, 3])
-def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_decode_graphs_apply_lora_adapters(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With one adapter slot, captured graphs see each next adapter in it."""
     monkeypatch.setattr(
         flash2.Flash2Backend, "make_linear_with_lora", lambda self, linear, slots: Gathered(linear, slots)
@@ -423,28 +429,28 @@ def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
     shape = {"hidden_size": 128, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path / "model", "llama", **shape)
     (tmp_path / "spool").mkdir()
-    kept = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 8)
+    store = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 8)
     base = AutoModelForCausalLM.from_pretrained(path)
     adapters = [
         None,
-        *(kept.add_adapter(f"a{n}", str(save_adapter(tmp_path / f"a{n}", base, 4 + n, seed=n))) for n in (1, 2)),
+        *(store.add_adapter(f"a{n}", str(save_adapter(tmp_path / f"a{n}", base, 4 + n, seed=n))) for n in (1, 2)),
     ]
     every = [msgspec.structs.replace(each, adapter=adapters[at % 3]) for at, each in enumerate(traffic())]
     lora = {"model": str(path), "enable_lora": True, "max_loras": slots, "max_lora_rank": 8}
-    wanted = run(start(monkeypatch, None, **lora), every)
+    expected = run(start(monkeypatch, None, **lora), every)
     capture = FakeCapture()
     engine = start(monkeypatch, capture, ahead=1, **lora)
-    got = run(engine, every)
+    answers = run(engine, every)
     plain = run(start(monkeypatch, None, model=str(path)), traffic())
-    assert {name: answer.ids for name, answer in got.items()} == {name: each.ids for name, each in wanted.items()}
+    assert {name: answer.ids for name, answer in answers.items()} == {name: each.ids for name, each in expected.items()}
     for at, each in enumerate(every):
-        assert (got[each.id].ids == plain[each.id].ids) == (at % 3 == 0), each.id
+        assert (answers[each.id].ids == plain[each.id].ids) == (at % 3 == 0), each.id
     assert capture.replays > 10
     count = len(capture.recordings)
     run(engine, [each for each in every if each.adapter is None])
     captured = engine.executor.decode_graphs.graph_set.graphs
     assert {parts for _, _, parts in captured} == {2, 3}, "rows without adapters have their own"
-    assert picked(run(engine, every[1:2])) == picked({every[1].id: wanted[every[1].id]})
+    assert picked(run(engine, every[1:2])) == picked({every[1].id: expected[every[1].id]})
     assert len(capture.recordings) >= count
 
 
@@ -465,8 +471,8 @@ class Short(FakeCapture):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = run(start(monkeypatch, None), traffic())
+def test_sizes_that_fail_capture_run_without_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(start(monkeypatch, None), traffic())
     capture = Short(2)
     engine = start(monkeypatch, capture, warmup_seconds=60.0)
     assert len(capture.recordings) == 4, "1 and 2 rows, with a graph of picks each"
@@ -475,14 +481,14 @@ def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.M
     assert engine.info.notes[1:] == [f"decodes of 4, 8, 16 rows run without graphs: {reason}"]
     refused = capture.refused
     assert refused == 6, "4, 8 and 16 rows, and their picks"
-    assert picked(run(engine, traffic())) == picked(wanted)
+    assert picked(run(engine, traffic())) == picked(expected)
     assert not engine.run_next_warmup()
     assert (capture.refused, len(capture.recordings)) == (refused, 4), "no size was tried again"
     assert capture.replays > 0
 
 
 @pytest.mark.usefixtures("fake_flash")
-def test_a_kernel_of_tritons_that_does_not_fit_costs_its_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_out_of_resources_disables_only_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_resources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
     class Small(FakeCapture):
@@ -494,7 +500,7 @@ def test_a_kernel_of_tritons_that_does_not_fit_costs_its_graph_alone(monkeypatch
 
 
 @pytest.mark.usefixtures("fake_flash")
-def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_graphs_are_captured_first_within_warmup_time(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[int] = []
 
     def decode(forms: GraphableSteps, rows: Tensor, pages: int) -> Tensor:
@@ -516,7 +522,7 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_runs_sampler_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, float]] = []
     choose = runners.choose_sampler
 
@@ -538,7 +544,7 @@ def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [(True, 1.0), (False, 1.0), (False, 0.5)]
 
 
-def test_a_cpu_prepares_nothing_before_ready() -> None:
+def test_cpu_start_runs_no_warmup() -> None:
     engine = EngineCore(EngineConfig(num_kv_blocks=40))
     assert engine.info.notes == []
     assert engine.executor._prefaulter._num_touched == 0, "memory is touched in idle moments"
@@ -610,7 +616,7 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+def test_failed_capture_restores_stream_and_pools(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """The stream is restored. No pool stays open for capture, which would keep all memory that downloads have used from
     being free again. The graph is kept, since PyTorch's allocator for pinned memory still queries it.
     """
@@ -626,7 +632,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
     assert len(CudaGraphCapture.failed_graphs) == before + 2
 
 
-def test_a_fake_that_can_tell() -> None:
+def test_fake_capture_detects_waits() -> None:
     """The fake rejects, or gets wrong, what a CUDA graph would."""
     static, weight = torch.zeros(3), torch.ones(3)
     waiting = (
@@ -649,40 +655,40 @@ def test_a_fake_that_can_tell() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_real_graphs_on_a_gpu(backend: str) -> None:
+def test_decode_graphs_equal_eager_steps_on_gpu(backend: str) -> None:
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
     eager = EngineCore(
         EngineConfig(dtype="bfloat16", deterministic=True, enforce_eager=True, num_kv_blocks=400, **options)
     )
     graphed = EngineCore(EngineConfig(dtype="bfloat16", deterministic=True, num_kv_blocks=400, **options))
-    wanted = {name: answer.ids for name, answer in run(eager, traffic()).items()}
-    assert {name: answer.ids for name, answer in run(graphed, traffic()).items()} == wanted
+    expected = {name: answer.ids for name, answer in run(eager, traffic()).items()}
+    assert {name: answer.ids for name, answer in run(graphed, traffic()).items()} == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
+def test_draft_model_keeps_tokens_on_gpu(backend: str, tmp_path: Path) -> None:
     """The model drafts for itself, so most drafts are right; the drafter's products do not follow --deterministic."""
     shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path, "llama", num_hidden_layers=2, **shape)
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
     options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
-    wanted = run(EngineCore(EngineConfig(**options)), traffic())
+    expected = run(EngineCore(EngineConfig(**options)), traffic())
     speculative = SpeculativeConfig(method="draft_model", model=str(path), num_speculative_tokens=3)
-    made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
-    found = run(made, traffic())
-    assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
-    graphs = made._device_drafter.graphs
+    speculative_engine = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
+    answers = run(speculative_engine, traffic())
+    assert {name: answer.ids for name, answer in answers.items()} == {name: each.ids for name, each in expected.items()}
+    graphs = speculative_engine._device_drafter.graphs
     assert graphs is not None
     assert len(graphs.graph_set.graphs) > 3
     assert not graphs.graph_set.eager_reasons
-    assert sum(made.engine_stats.accepted_drafts) > made.engine_stats.draft_tokens / 2 > 20
+    assert sum(speculative_engine.engine_stats.accepted_drafts) > speculative_engine.engine_stats.draft_tokens / 2 > 20
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
-def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) -> None:
+def test_draft_heads_keep_tokens_on_gpu(method: str, backend: str, tmp_path: Path) -> None:
     """The heads have random weights, so nearly all drafts are wrong, except for a request that allows one token."""
     shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path / "model", "llama", **shape)
@@ -690,20 +696,20 @@ def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) ->
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
     options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
     requests = [*traffic(), request("one", [7, 9, 11], max_tokens=60, allowed_token_ids=(40,))]
-    wanted = {name: answer.ids for name, answer in run(EngineCore(EngineConfig(**options)), requests).items()}
+    expected = {name: answer.ids for name, answer in run(EngineCore(EngineConfig(**options)), requests).items()}
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     for eager in (True, False):
         config = EngineConfig(speculative_config=speculative, enforce_eager=eager, **options)
-        made = EngineCore(config, make_drafter=always)
-        assert {name: answer.ids for name, answer in run(made, requests).items()} == wanted
-        assert sum(made.engine_stats.accepted_drafts) > 20
-        graphs = made._device_drafter.graphs
+        speculative_engine = EngineCore(config, make_drafter=always)
+        assert {name: answer.ids for name, answer in run(speculative_engine, requests).items()} == expected
+        assert sum(speculative_engine.engine_stats.accepted_drafts) > 20
+        graphs = speculative_engine._device_drafter.graphs
         assert (graphs is None) == eager
     assert len(graphs.graph_set.graphs) > 3
-    assert bool(made.executor.decode_graphs.draft_head_graphs.graphs) == (method != "medusa")
+    assert bool(speculative_engine.executor.decode_graphs.draft_head_graphs.graphs) == (method != "medusa")
     for each in (
         graphs.graph_set,
-        made.executor.decode_graphs.graph_set,
-        made.executor.decode_graphs.draft_head_graphs,
+        speculative_engine.executor.decode_graphs.graph_set,
+        speculative_engine.executor.decode_graphs.draft_head_graphs,
     ):
         assert not each.eager_reasons

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.engine.worker.startup_steps.startup_notes import idle_gpus_note
 
 
-def test_idle_gpus_are_counted_with_what_to_do() -> None:
+def test_idle_gpus_note_suggests_parallel_settings() -> None:
     assert idle_gpus_note(8, 1, lambda count: True) == (
         "8 GPUs are visible, 1 is used: use --tensor-parallel-size 8, or start one server for each with "
         "CUDA_VISIBLE_DEVICES=N and a port of its own"
@@ -14,6 +14,6 @@ def test_idle_gpus_are_counted_with_what_to_do() -> None:
     assert str(idle_gpus_note(3, 1, lambda count: False)).startswith("3 GPUs are visible, 1 is used: start one server")
 
 
-def test_nothing_is_said_where_all_are_used() -> None:
+def test_idle_gpus_note_is_none_when_all_gpus_are_used() -> None:
     assert idle_gpus_note(1, 1, lambda count: True) is None
     assert idle_gpus_note(4, 4, lambda count: True) is None

@@ -39,10 +39,10 @@ def prompts() -> list[list[int]]:
 def answers(path: Path, requests: list[EngineCoreRequest], **options: object) -> tuple[dict[str, Answer], EngineCore]:
     engine = EngineCore(EngineConfig(model=str(path), max_num_batched_tokens=128, **options))
     assert engine.info.block_size == PAGE
-    return {each.id: run(engine, [each])[each.id] for each in requests} | run(engine, again(requests)), engine
+    return {each.id: run(engine, [each])[each.id] for each in requests} | run(engine, repeat_requests(requests)), engine
 
 
-def again(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
+def repeat_requests(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
     return [
         EngineCoreRequest(id=f"{r.id} again", prompt_ids=r.prompt_ids, params=r.params, seed=r.seed) for r in requests
     ]
@@ -51,7 +51,7 @@ def again(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("large_pages")
 @pytest.mark.parametrize(("family", "blocks"), [("qwen3", 60), ("qwen3", 12), ("gpt_oss", 12), ("lfm2", 12)])
-def test_the_same_tokens_from_forked_pages(family: str, blocks: int, tmp_path: Path) -> None:
+def test_forked_large_blocks_keep_tokens(family: str, blocks: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     requests = [
         request(str(index), prompt, seed=index, max_tokens=20, temperature=index % 2)

@@ -17,26 +17,26 @@ from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 
-def answer(path: Path, **options: object) -> list[int]:
+def generate_ids(path: Path, **options: object) -> list[int]:
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32, **options))
     return run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
 
 
-def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+def replace_tensors(path: Path, change: dict[str, torch.Tensor | None]) -> None:
     tensors = load_file(path / "model.safetensors") | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
 
 
-def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+def test_sharded_checkpoint_equals_single_file(tmp_path: Path) -> None:
     whole = save_tiny_model(tmp_path / "whole", "llama")
     model = AutoModelForCausalLM.from_pretrained(whole)
     model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    assert answer(tmp_path / "shards") == answer(whole)
+    assert generate_ids(tmp_path / "shards") == generate_ids(whole)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
-def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
+def test_checkpoint_files_are_unmapped_after_load(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32))
     assert str(path) not in Path("/proc/self/maps").read_text()
@@ -45,7 +45,7 @@ def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
+def test_checkpoint_stream_keeps_little_file_memory_resident(tmp_path: Path) -> None:
     """Pages of a mapped file stay resident once read: of 192 MiB, only a few tensors' worth may be at a time."""
     tensors = {f"t{i:02}": torch.full((8 << 20,), i % 100, dtype=torch.int8) for i in range(24)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -63,21 +63,21 @@ def resident_file_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * 1024
 
 
-def test_errors_name_the_tensor(tmp_path: Path) -> None:
+def test_weight_errors_name_tensor(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     norm = load_file(path / "model.safetensors")["model.norm.weight"]
-    rewrite(path, {"model.norm.weight": None})
+    replace_tensors(path, {"model.norm.weight": None})
     with pytest.raises(ModelError, match=r"lack model\.norm\.weight"):
-        answer(path)
-    rewrite(path, {"model.norm.weight": norm[:5].clone()})
+        generate_ids(path)
+    replace_tensors(path, {"model.norm.weight": norm[:5].clone()})
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[5\].*\[64\]"):
-        answer(path)
-    rewrite(path, {"model.norm.weight": norm, "model.extra.weight": norm.clone()})
+        generate_ids(path)
+    replace_tensors(path, {"model.norm.weight": norm, "model.extra.weight": norm.clone()})
     with pytest.raises(ModelError, match=r"does not have: model\.extra\.weight"):
-        answer(path)
+        generate_ids(path)
 
 
-def test_only_floating_point_tensors_are_cast() -> None:
+def test_weight_loader_casts_only_floating_point_tensors() -> None:
     """Integers that a quantization scheme stores reach it as integers."""
     arrived: list[torch.Tensor] = []
     table = {
@@ -108,40 +108,40 @@ def test_only_floating_point_tensors_are_cast() -> None:
         ({"hidden_act": "relu"}, "'relu' is not supported"),
     ],
 )
-def test_a_config_that_cannot_be_served(change: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_unservable_config_raises_model_error(change: dict[str, object], message: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
-        answer(path)
+        generate_ids(path)
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_missing_or_invalid_model_files_raise_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no directory"):
-        answer(tmp_path / "nowhere")
+        generate_ids(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"no config\.json"):
-        answer(tmp_path)
+        generate_ids(tmp_path)
     path = save_tiny_model(tmp_path / "m", "llama")
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
-        answer(path)
-    assert len(answer(path, load_format="dummy")) == 8
+        generate_ids(path)
+    assert len(generate_ids(path, load_format="dummy")) == 8
     (path / "model.safetensors").write_bytes(b"no tensors here")
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
-        answer(path)
+        generate_ids(path)
 
 
-def test_dummy_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_dummy_weights_depend_only_on_seed(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
-    first = answer(path, load_format="dummy", seed=1)
-    assert first == answer(path, load_format="dummy", seed=1)
-    assert first != answer(path, load_format="dummy", seed=2)
+    first = generate_ids(path, load_format="dummy", seed=1)
+    assert first == generate_ids(path, load_format="dummy", seed=1)
+    assert first != generate_ids(path, load_format="dummy", seed=2)
 
 
-def test_settings_the_machine_cannot_honour(tmp_path: Path) -> None:
+def test_unavailable_backend_and_device_are_rejected(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match="unknown attention backend 'fast'"):
-        answer(path, attention_backend="fast")
+        generate_ids(path, attention_backend="fast")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no NVIDIA GPU"):
-            answer(path, device="cuda")
+            generate_ids(path, device="cuda")

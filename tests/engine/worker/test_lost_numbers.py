@@ -36,30 +36,32 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 5}, {"logprobs": 2}],
     ids=["greedy", "sampled", "filtered", "logprobs"],
 )
-def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None:
+def test_request_with_non_finite_logits_fails_alone(params: dict[str, Any], backend: str, path: Path) -> None:
     """Other requests reuse its KV blocks, which hold NaN."""
     options: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 64, "enable_prefix_caching": False}
     prompts = {"a": range(20, 50), "b": range(60, 75), "c": range(80, 99)}
     good = [request(name, ids, max_tokens=8, **params) for name, ids in prompts.items()]
-    lost = request("lost", [*range(30, 50), BROKEN, 40], max_tokens=8, **params)
-    wanted = run(EngineCore(EngineConfig(model=str(path), attention_backend=backend, **options)), good)
+    broken = request("lost", [*range(30, 50), BROKEN, 40], max_tokens=8, **params)
+    expected = run(EngineCore(EngineConfig(model=str(path), attention_backend=backend, **options)), good)
     engine = EngineCore(EngineConfig(model=str(path), attention_backend=backend, **options))
     for _ in range(2):
-        found, errors = answers_of(engine, [good[0], lost, *good[1:]])
+        tokens, errors = tokens_and_errors(engine, [good[0], broken, *good[1:]])
         assert errors.keys() == {"lost"}
         assert errors["lost"].startswith("the model computed no finite logit for the next token")
-        assert found == {name: each.ids for name, each in wanted.items()}
+        assert tokens == {name: each.ids for name, each in expected.items()}
 
 
-def answers_of(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, list[int]], dict[str, str]]:
+def tokens_and_errors(
+    engine: EngineCore, requests: list[EngineCoreRequest]
+) -> tuple[dict[str, list[int]], dict[str, str]]:
     """The tokens of requests that succeed, and the errors of the others."""
-    found, errors = {each.id: list[int]() for each in requests}, dict[str, str]()
+    tokens, errors = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
         engine.add_request(each)
     while engine.has_work:
         for output in engine.step():
-            found[output.id] += output.new_ids
+            tokens[output.id] += output.new_ids
             if output.error is not None:
                 errors[output.id] = output.error
     engine.scheduler.kv_cache_manager.block_pool.check_invariants()
-    return {name: ids for name, ids in found.items() if name not in errors}, errors
+    return {name: ids for name, ids in tokens.items() if name not in errors}, errors

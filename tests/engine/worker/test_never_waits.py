@@ -85,7 +85,7 @@ SHOWN = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 """Image model families tested with every change; the others are slow tests."""
 
 
-class Shapes:
+class ShapeOnlyAttention:
     """Stands for flash-attn's functions and PyTorch's: results of the right shape, arguments on the GPU."""
 
     __version__ = "2.8.3"
@@ -112,8 +112,8 @@ def enumerate_names(values: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    made = FakeGpu(monkeypatch, tmp_path_factory.mktemp("guard"))
-    library = Shapes()
+    fake_gpu = FakeGpu(monkeypatch, tmp_path_factory.mktemp("guard"))
+    library = ShapeOnlyAttention()
     install_flash(monkeypatch, library)
     install_flash3(monkeypatch, library)
     install_flash4(monkeypatch, library.cute)
@@ -133,7 +133,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     monkeypatch.setattr(device_memory, "kv_budget", lambda *_: 2**30)
     monkeypatch.setattr(loading_model, "fill_weights", lambda checkpoint, *_: empty_weights(checkpoint.parameter_table))
     monkeypatch.setattr(startup, "prepare_kernel_cache", lambda: None)
-    return made
+    return fake_gpu
 
 
 def empty_weights(table: ParameterTable) -> int:
@@ -172,7 +172,7 @@ def start(
     return engine
 
 
-def traffic(kinds: dict[str, dict[str, object]]) -> list[EngineCoreRequest]:
+def make_requests(kinds: dict[str, dict[str, object]]) -> list[EngineCoreRequest]:
     """Each kind of request, once with 3 and once with 90 prompt tokens."""
     rng = random.Random(7)
     return [
@@ -182,18 +182,18 @@ def traffic(kinds: dict[str, dict[str, object]]) -> list[EngineCoreRequest]:
 
 
 @pytest.mark.slow
-def test_each_kind_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sampling_kind_alone_never_waits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(gpu, monkeypatch, graphs=False, attention_backend="triton")
-    for each in traffic(KINDS):
+    for each in make_requests(KINDS):
         assert run(engine, [each])[each.id].finish_reason == "length", each.id
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["triton", "flash", *slow("flash3", "flash4", "torch_varlen")])
-def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_mixed_sampling_kinds_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
-    answers = run(engine, traffic(KINDS))
+    answers = run(engine, make_requests(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert set(gpu.launched) >= {"pick_tokens", "_norm_rope_store_kernel", "add_at", "ban_words", "count_tokens"}
     assert engine.engine_stats.captured_prompt_steps > 10
@@ -201,24 +201,24 @@ def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_grammar_requests_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
     grammar = {"grammar": Grammar("regex", "(.|\\n)*")}
     kinds = {f"grammar {index}": kind | grammar for index, kind in enumerate(KINDS.values())}
-    for name, answer in run(engine, [*traffic(KINDS), *traffic(kinds)]).items():
+    for name, answer in run(engine, [*make_requests(KINDS), *make_requests(kinds)]).items():
         assert answer.finish_reason == "length", name
     assert engine.engine_stats.draft_tokens == 0, "nobody asked for guesses"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_draft_tokens_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     class Two(Drafter):
         def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
             return [Draft([PICKED, PICKED, 9][: min(len(seq.token_ids) % 4, most)]) for seq, most in asked]
 
     engine = start(gpu, monkeypatch, lambda *_: Two(), graphs=True, attention_backend=backend)
-    answers = run(engine, traffic(KINDS))
+    answers = run(engine, make_requests(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.engine_stats.accepted_drafts) > 20
     assert engine.engine_stats.captured_prompt_steps > 10
@@ -227,7 +227,9 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa")])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool) -> None:
+def test_draft_heads_wait_only_for_drafts(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool
+) -> None:
     """The heads follow each step and draft; the host waits only for the drafts."""
     path = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
@@ -247,20 +249,20 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
         return found
 
     monkeypatch.setattr(DraftHeadRunner, "draft_tokens", drafted)
-    answers = run(engine, traffic(KINDS))
+    answers = run(engine, make_requests(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.engine_stats.accepted_drafts) > 20, "all picks are the same"
     assert (engine.engine_stats.captured_prompt_steps > 10) == graphs
     assert len(calls) > 10
     assert (engine._device_drafter.graphs is not None) == graphs
     if graphs:
-        made = engine.executor
+        runner = engine.executor
         every = (
             engine._device_drafter.graphs.graph_set,
-            made.decode_graphs.graph_set,
-            made.mixed_batch_graphs.graph_set,
+            runner.decode_graphs.graph_set,
+            runner.mixed_batch_graphs.graph_set,
         )
-        behind = made.decode_graphs.draft_head_graphs, made.mixed_batch_graphs.draft_head_graphs
+        behind = runner.decode_graphs.draft_head_graphs, runner.mixed_batch_graphs.draft_head_graphs
         assert all(each.graphs for each in every)
         assert all(bool(each.graphs) == (method != "medusa") for each in behind)
         assert not any(each.eager_reasons for each in (*every, *behind))
@@ -268,7 +270,9 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool) -> None:
+def test_draft_model_waits_only_for_drafts(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool
+) -> None:
     """The drafter catches up and drafts token by token; the host waits only for the drafts."""
     monkeypatch.setattr(DraftModelRunner, "measure_draft_costs", lambda *_: [(1, 0.001), (64, 0.002)])
     monkeypatch.setattr(draft_model, "load_weights", lambda table, *_, **__: empty_weights(table))
@@ -290,7 +294,9 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     for name in ("draft_first_tokens", "draft_next_tokens"):
         monkeypatch.setattr(DraftModelRunner, name, unwaited(name))
-    answers = run(engine, traffic({name: KINDS[name] for name in ("greedy", "drawn", "penalties", "biased", "all")}))
+    answers = run(
+        engine, make_requests({name: KINDS[name] for name in ("greedy", "drawn", "penalties", "biased", "all")})
+    )
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.engine_stats.accepted_drafts) > 10, "all picks are the same"
     assert set(calls) == {"draft_first_tokens", "draft_next_tokens"}
@@ -298,13 +304,13 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window", "lfm2"])
-def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
+def test_model_families_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Models with head norms, sliding windows and softcaps."""
     path = save_tiny_model(tmp_path, family)
     engine = start(gpu, monkeypatch, graphs=False, attention_backend="triton", model=str(path))
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert VOCAB > 300
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
 
 
 @pytest.mark.slow
@@ -324,20 +330,20 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         ),
     ],
 )
-def test_states_and_latents(
+def test_recurrent_and_mla_models_never_wait(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, kernels: set[str]
 ) -> None:
     """In graphs, in prefills, and with draft tokens."""
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
-    drafts, options = Replaceable(), {"attention_backend": backend, "model": str(path), "state_memory": 0.1}
-    engine = start(gpu, monkeypatch, lambda *_: drafts, graphs=True, **options)
+    drafter, options = Replaceable(), {"attention_backend": backend, "model": str(path), "state_memory": 0.1}
+    engine = start(gpu, monkeypatch, lambda *_: drafter, graphs=True, **options)
     with gpu.allows_waits():
         engine.executor.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    drafts.drafter = AdaptiveLengthDrafter(Garbage(random.Random(3)), 8, CHEAP)
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
+    drafter.drafter = AdaptiveLengthDrafter(Garbage(random.Random(3)), 8, CHEAP)
+    assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
     assert engine.engine_stats.draft_tokens > 0
     assert engine.engine_stats.captured_prompt_steps > 3
     expected = kernels | ({"store_draft_inputs"} if any(name.startswith("advance") for name in kernels) else set())
@@ -346,7 +352,9 @@ def test_states_and_latents(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *slow(("qwen3-moe", "flash"))])
-def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str) -> None:
+def test_moe_models_never_wait(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str
+) -> None:
     """Tokens are routed, sorted and multiplied without the host reading a value, in graphs too once the addresses of
     the weights are known.
     """
@@ -357,7 +365,7 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         engine.executor.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     for _ in range(2):
-        assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+        assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "combine_expert_outputs"}
     assert engine.engine_stats.captured_prompt_steps > 0
 
@@ -366,7 +374,7 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 @pytest.mark.parametrize("backend", ["triton", *slow("flash")])
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("name", [*SHOWN, *slow(*(each for each in FAMILIES if each not in SHOWN))])
-def test_images(
+def test_image_models_never_wait(
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -385,18 +393,18 @@ def test_images(
     monkeypatch.setattr(tower_loader, "load_weights", lambda table, *_, **__: empty_weights(table))
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     path = save_family(tmp_path, name)
-    asked = [about(path, name, str(count), *range(count), max_tokens=6) for count in range(3)]
-    longest = max(24, *(span.count for each in asked for span in each.spans))
+    requests = [about(path, name, str(count), *range(count), max_tokens=6) for count in range(3)]
+    longest = max(24, *(span.count for each in requests for span in each.spans))
     options = {"attention_backend": backend, "model": str(path), "max_num_batched_tokens": longest if parts else 512}
     engine = start(gpu, monkeypatch, graphs=True, state_memory=0.1, **options)
     assert not engine.info.no_images
     with gpu.allows_waits():
         engine.executor.warm_prompts()
-    assert {answer.finish_reason for answer in run(engine, asked).values()} == {"length"}
+    assert {answer.finish_reason for answer in run(engine, requests).values()} == {"length"}
 
 
 @pytest.mark.slow
-def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_expert_parallel_rank_never_waits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Some experts are whole on this rank: tokens are sorted, multiplied and summed without the host reading a value,
     in graphs too.
     """
@@ -406,13 +414,15 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
     options = {"attention_backend": "triton", "tensor_parallel_size": 2, "enable_expert_parallel": True}
     engine = start(gpu, monkeypatch, graphs=True, model=str(path), **options)
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "combine_expert_outputs"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", *slow("gemma2", "gpt_oss", "deepseek_v2-dense")])
-def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
+def test_decode_context_parallel_rank_never_waits(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+) -> None:
     """Partial attention is computed, exchanged and merged, in prefills and in graphs."""
     monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
@@ -423,7 +433,7 @@ def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch,
     with gpu.allows_waits():
         engine.executor.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
     assert "merge_ranks" in gpu.launched
     assert engine.engine_stats.captured_prompt_steps > 0
 
@@ -433,7 +443,7 @@ def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch,
     ("family", "backend", "graphs"),
     [("llama", "triton", True), *slow(("gpt_oss", "triton", True), ("qwen3", "flash", False))],
 )
-def test_layers_from_the_host(
+def test_offloaded_layers_never_wait(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
 ) -> None:
     """Layers are copied while others compute, inside captures too."""
@@ -446,21 +456,21 @@ def test_layers_from_the_host(
     monkeypatch.setattr(Waiting, "lasting", [*streamed._host_buffers.values()])
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     for _ in range(2):
-        assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+        assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
     assert (engine.engine_stats.captured_prompt_steps > 0) == graphs
 
 
-class Quiet:
+class FakeNccl:
     """Stands for NCCL: tensors must be on the GPU, with sizes that match."""
 
-    def _allgather_base(self, out: Tensor, x: Tensor) -> Quiet:
+    def _allgather_base(self, out: Tensor, x: Tensor) -> FakeNccl:
         assert out.is_cuda
         assert x.is_cuda
         assert out.is_contiguous()
         assert out.numel() == 2 * x.numel() > 0
         return self
 
-    def alltoall_base(self, out: Tensor, x: Tensor, taken: list[int], given: list[int]) -> Quiet:
+    def alltoall_base(self, out: Tensor, x: Tensor, taken: list[int], given: list[int]) -> FakeNccl:
         assert out.is_cuda
         assert x.is_cuda
         assert out.is_contiguous()
@@ -468,11 +478,11 @@ class Quiet:
         assert out.numel() == x.numel() > 0
         return self
 
-    def allreduce(self, tensors: list[Tensor]) -> Quiet:
+    def allreduce(self, tensors: list[Tensor]) -> FakeNccl:
         assert all(each.is_cuda and each.is_contiguous() for each in tensors)
         return self
 
-    def broadcast(self, tensors: list[Tensor], options: object) -> Quiet:
+    def broadcast(self, tensors: list[Tensor], options: object) -> FakeNccl:
         assert all(each.is_cuda and each.dtype == torch.int64 for each in tensors)
         return self
 
@@ -494,7 +504,7 @@ class QuietRanks(SpmdRanks):
 
     def __init__(self, config: EngineConfig, rank: int, sums_in_order: bool) -> None:
         self._config, self._device, self.count = config, torch.device("cuda"), 2
-        self.group = Agreeing(Quiet, rank, 2, in_order=sums_in_order)
+        self.group = Agreeing(FakeNccl, rank, 2, in_order=sums_in_order)
         self.sent: list[object] = []
         self._processes = []
 
@@ -520,14 +530,16 @@ class QuietRanks(SpmdRanks):
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [*slow(False), True])
 @pytest.mark.parametrize(("rank", "in_order"), [(0, True), *slow((0, False)), (1, True)])
-def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
+def test_tensor_parallel_rank_never_waits(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool
+) -> None:
     """`rank` 0 samples; rank 1 uses the tokens of the first rank."""
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, rank, in_order))
     options = {"attention_backend": "triton", "enable_lora": True, "tensor_parallel_size": 2}
     engine = start(gpu, monkeypatch, graphs=graphs, **options)
     assert isinstance(engine.executor, SpmdRunner)
     grammar = {"grammar": {"grammar": Grammar("regex", "(.|\\n)*")}}
-    answers = run(engine, traffic(KINDS | grammar))
+    answers = run(engine, make_requests(KINDS | grammar))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert ("pick_tokens" in gpu.launched) == (rank == 0)
     assert (engine.engine_stats.captured_prompt_steps > 10) == graphs
@@ -556,7 +568,7 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
     ],
 )
 @pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_weights_of_few_bits(
+def test_quantized_models_never_wait(
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
@@ -570,33 +582,33 @@ def test_weights_of_few_bits(
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None if passes else "for a test")
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, quantization=quantization)
     assert "held in" not in engine.info.quantization
-    run(engine, traffic({"all": KINDS["all"]}))
+    run(engine, make_requests({"all": KINDS["all"]}))
     assert set(gpu.launched) >= kernels
 
 
-def test_pinned_memory_is_not_used_again_by_us(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_in_use_is_not_reused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Using one buffer for two uploads, or writing to it during an upload, is rejected: its copy may not have begun."""
-    made, kept = torch.empty, list[Tensor]()
+    allocate, buffers = torch.empty, list[Tensor]()
 
     def once(*shape: Any, pin_memory: bool = False, **named: Any) -> Tensor:
-        if not pin_memory or not kept:
-            kept.append(made(*shape, pin_memory=pin_memory, **named))
-        return kept[0]
+        if not pin_memory or not buffers:
+            buffers.append(allocate(*shape, pin_memory=pin_memory, **named))
+        return buffers[0]
 
     numbers = [np.arange(4)]
     with gpu.never_waits():
         for _ in range(2):
             host_transfer.upload_arrays(numbers, DEVICE)
     monkeypatch.setattr(torch, "empty", once)
-    for again in (lambda: host_transfer.upload_arrays(numbers, DEVICE), lambda: kept[0].zero_()):
+    for again in (lambda: host_transfer.upload_arrays(numbers, DEVICE), lambda: buffers[0].zero_()):
         with gpu.never_waits():
-            kept.clear()
+            buffers.clear()
             host_transfer.upload_arrays(numbers, DEVICE)
             with pytest.raises(AssertionError, match="is under way"):
                 again()
 
 
-def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_copies_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts with a common beginning share the beginning of a large block."""
     engine = start(gpu, monkeypatch, graphs=True, attention_backend="flash", max_num_batched_tokens=512)
     prompt = list(range(3, 103))
@@ -604,7 +616,7 @@ def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None
     assert run(engine, [request("second", [*prompt, 7], max_tokens=2)])["second"].cached_tokens == 96
 
 
-class Loaded:
+class FakeAdapterLoader:
     """An adapter loader whose adapters are all loaded at once."""
 
     def __init__(self) -> None:
@@ -614,8 +626,8 @@ class Loaded:
         self.slots.append((slot, None))
 
     def install_finished_loads(self) -> list[tuple[int, None]]:
-        found, self.slots = self.slots, []
-        return found
+        finished, self.slots = self.slots, []
+        return finished
 
     def wait_for_any_load(self, seconds: float) -> None:
         pass
@@ -624,11 +636,13 @@ class Loaded:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, graphs: bool) -> None:
+def test_lora_adapters_never_wait(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, graphs: bool
+) -> None:
     """Adapters are put into slots, and serve prefills and decodes; batches without one launch none of their kernels."""
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
-    monkeypatch.setattr(startup, "make_adapter_loader", lambda *_: Loaded())
+    monkeypatch.setattr(startup, "make_adapter_loader", lambda *_: FakeAdapterLoader())
     engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
     model = engine.executor.model  # type: ignore[attr-defined]
     modules = adaptable_modules(read_model_config(path))
@@ -641,18 +655,18 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         model.adapters.put_adapter(1, model.adapters.pack_adapter(parts))
         model.adapters.put_adapter(2, model.adapters.pack_adapter({LM_HEAD: parts[LM_HEAD]}))
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
-    run(engine, traffic(kinds))
+    run(engine, make_requests(kinds))
     assert "_shrink_kernel" not in gpu.launched
     mixed = [
         msgspec.structs.replace(each, adapter=[None, Adapter("a", "aa", "/a"), Adapter("b", "bb", "/b")][index % 3])
-        for index, each in enumerate(traffic(kinds))
+        for index, each in enumerate(make_requests(kinds))
     ]
     assert {answer.finish_reason for answer in run(engine, mixed).values()} == {"length"}
     assert gpu.launched.count("_shrink_kernel") == gpu.launched.count("_expand_kernel") > 0
     assert (engine.engine_stats.captured_prompt_steps > 0) == graphs
 
 
-def test_warm_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_never_waits(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend="flash")
     with gpu.never_waits():
         engine.executor.warm_sampler()
@@ -661,7 +675,7 @@ def test_warm_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
 
-def test_a_fake_that_can_tell(gpu: FakeGpu) -> None:
+def test_fake_gpu_detects_waits(gpu: FakeGpu) -> None:
     with gpu.allows_waits():
         host, table, there = torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 4, device=DEVICE)
         pinned = torch.zeros(3)

@@ -35,7 +35,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-def outputs(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, list[int]], dict[str, str]]:
+def tokens_and_causes(
+    engine: EngineCore, requests: list[EngineCoreRequest]
+) -> tuple[dict[str, list[int]], dict[str, str]]:
     """The tokens of all requests and the causes of errors, by id."""
     tokens, causes = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
@@ -51,19 +53,19 @@ def outputs(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict
 
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"logprobs": 2}], ids=["greedy", "drawn", "logprobs"])
-def test_request_without_tokens_ends_alone(sampling: dict[str, Any], speculative: Any, path: Path) -> None:
+def test_request_with_no_allowed_token_fails_alone(sampling: dict[str, Any], speculative: Any, path: Path) -> None:
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, speculative_config=speculative))
     good = [request(name, range(start, start + 9), max_tokens=6, **sampling) for name, start in (("a", 20), ("b", 60))]
-    wanted = {name: answer.ids for name, answer in run(engine, good).items()}
+    expected = {name: answer.ids for name, answer in run(engine, good).items()}
     stuck = [request(name, [5, 9, 9, 7], max_tokens=6, **params, **sampling) for name, params in STUCK.items()]
-    tokens, causes = outputs(engine, [good[0], *stuck, good[1]])
+    tokens, causes = tokens_and_causes(engine, [good[0], *stuck, good[1]])
     assert causes == dict.fromkeys(STUCK, "constraints")
-    assert {name: ids for name, ids in tokens.items() if name in wanted} == wanted
+    assert {name: ids for name, ids in tokens.items() if name in expected} == expected
     assert tokens["allowed and a bad word of two tokens"] == [9]
     assert not any(0 in ids for name, ids in tokens.items() if name in STUCK)
 
 
-def test_bias_of_minus_100_is_no_ban(path: Path) -> None:
+def test_logit_bias_of_minus_100_is_not_ban(path: Path) -> None:
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64))
     answer = run(engine, [request("a", [5], max_tokens=2, allowed_token_ids=(9,), logit_bias={9: -100.0})])["a"]
     assert answer.ids == [9, 9]
@@ -77,7 +79,7 @@ def test_bias_of_minus_100_is_no_ban(path: Path) -> None:
         {"allowed_token_ids": (9,), "stop_token_ids": (9,), "min_tokens": 1, "ignore_eos": True},
     ],
 )
-def test_constraints_that_can_be_known_to_leave_none_are_refused(params: dict[str, Any]) -> None:
+def test_constraints_leaving_no_token_are_rejected(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_allowed_tokens_remain(SamplingParams(**params), (2,))
     assert raised.value.param == "allowed_token_ids"
@@ -93,11 +95,11 @@ def test_constraints_that_can_be_known_to_leave_none_are_refused(params: dict[st
         {"bad_words_ids": ((9,),), "min_tokens": 1},
     ],
 )
-def test_constraints_that_leave_some_are_not_refused(params: dict[str, Any]) -> None:
+def test_constraints_leaving_some_token_are_accepted(params: dict[str, Any]) -> None:
     check_allowed_tokens_remain(SamplingParams(**params), (2,))
 
 
-def test_seed_of_minus_1_is_no_seed() -> None:
+def test_seed_of_minus_1_is_random() -> None:
     params = SamplingParams(seed=-1)
     assert params.seed is None
     assert params.choice_seed(0) != params.choice_seed(0)

@@ -47,24 +47,26 @@ def close(one: dict[str, Answer], other: dict[str, Answer]) -> None:
 
 
 @registers
-def test_it_serves_what_a_cpu_serves(other: None, tmp_path: Path) -> None:
+def test_other_device_equals_cpu(other: None, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    asked = [
+    requests = [
         request("greedy", PROMPTS["long"], max_tokens=3, logprobs=2),
         request("drawn", PROMPTS["short"], max_tokens=3, temperature=0.9, top_p=0.8, seed=4),
     ]
-    there = engine(path, device="mps")
-    assert there.info.device == "quire_other:0"
-    assert not there.info.deterministic
-    assert "sdpa" in there.info.backend
-    assert any("PyTorch's own operations compute on quire_other" in note for note in there.info.notes)
-    close(run(there, asked), run(engine(path, attention_backend="reference", device="cpu"), asked))
+    device_engine = engine(path, device="mps")
+    assert device_engine.info.device == "quire_other:0"
+    assert not device_engine.info.deterministic
+    assert "sdpa" in device_engine.info.backend
+    assert any("PyTorch's own operations compute on quire_other" in note for note in device_engine.info.notes)
+    close(run(device_engine, requests), run(engine(path, attention_backend="reference", device="cpu"), requests))
 
 
 @pytest.mark.slow
 @registers
 @pytest.mark.parametrize(("family", "backend"), [("llama", "auto"), ("llama", "reference"), ("gemma2", "auto")])
-def test_rules_chunks_and_prefixes(family: str, backend: str, other: None, tmp_path: Path) -> None:
+def test_sampling_rules_chunks_and_prefix_cache_equal_cpu(
+    family: str, backend: str, other: None, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, family)
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {"logprobs": 2},
@@ -72,40 +74,40 @@ def test_rules_chunks_and_prefixes(family: str, backend: str, other: None, tmp_p
         "ruled": {"repetition_penalty": 1.2, "bad_words_ids": ((5, 6),), "logit_bias": {8: 1.0}, "min_tokens": 3},
         "prompt": {"prompt_logprobs": 1},
     }
-    asked = [
+    requests = [
         request(f"{kind} {name}", prompt, max_tokens=12, **params)
         for kind, params in kinds.items()
         for name, prompt in PROMPTS.items()
     ]
-    wanted = run(engine(path, attention_backend="reference", device="cpu"), asked)
-    there = engine(path, attention_backend=backend, device="mps", max_num_batched_tokens=32)
-    close(run(there, asked), wanted)
-    again = run(there, asked)  # with cached prefixes
+    expected = run(engine(path, attention_backend="reference", device="cpu"), requests)
+    device_engine = engine(path, attention_backend=backend, device="mps", max_num_batched_tokens=32)
+    close(run(device_engine, requests), expected)
+    again = run(device_engine, requests)  # with cached prefixes
     assert any(each.cached_tokens for each in again.values())
-    close(again, wanted)
+    close(again, expected)
 
 
 @pytest.mark.slow
 @registers
-def test_guesses_change_nothing(other: None, tmp_path: Path) -> None:
+def test_speculation_on_other_device_equals_cpu(other: None, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    asked = [request(str(at), [5, 6, 7] * at, max_tokens=16, logprobs=0) for at in (2, 5)]
-    guessing = engine(path, device="xpu", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    close(run(guessing, asked), run(engine(path, device="cpu", attention_backend="reference"), asked))
+    requests = [request(str(at), [5, 6, 7] * at, max_tokens=16, logprobs=0) for at in (2, 5)]
+    speculative_engine = engine(path, device="xpu", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    close(run(speculative_engine, requests), run(engine(path, device="cpu", attention_backend="reference"), requests))
 
 
 @pytest.mark.slow
 @registers
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"quantization": "int4"}, {"quantization": "int8"}])
-def test_few_bits_are_served_by_the_reference(options: dict[str, Any], other: None, tmp_path: Path) -> None:
+def test_quantized_models_on_other_device_equal_cpu(options: dict[str, Any], other: None, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    asked = [request(name, prompt, max_tokens=8, logprobs=0) for name, prompt in PROMPTS.items()]
+    requests = [request(name, prompt, max_tokens=8, logprobs=0) for name, prompt in PROMPTS.items()]
     options = options | {"attention_backend": "reference"}
-    close(run(engine(path, device="mps", **options), asked), run(engine(path, device="cpu", **options), asked))
+    close(run(engine(path, device="mps", **options), requests), run(engine(path, device="cpu", **options), requests))
 
 
 @registers
-def test_what_is_not_served_there_is_refused_by_name(other: None, tmp_path: Path) -> None:
+def test_unsupported_settings_on_other_device_are_rejected(other: None, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     refused: dict[str, list[Any]] = {
         "tensor_parallel_size": [2],
@@ -125,7 +127,7 @@ def test_what_is_not_served_there_is_refused_by_name(other: None, tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "whose"), [("mps", "Apple's"), ("xpu", "Intel's")])
-def test_a_device_that_pytorch_lacks(name: Any, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_missing_in_pytorch_is_rejected(name: Any, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     with pytest.raises(
         ConfigError, match=rf"{name} was requested, but PyTorch .* finds none of {whose} GPUs"
@@ -134,7 +136,7 @@ def test_a_device_that_pytorch_lacks(name: Any, whose: str, monkeypatch: pytest.
     assert raised.value.param == "device"
 
 
-def test_xla_is_refused() -> None:
+def test_xla_device_is_rejected() -> None:
     with pytest.raises(ValueError, match="XLA recompiles for each new shape"):
         EngineConfig(device="xla")  # type: ignore[arg-type]
 
@@ -151,7 +153,7 @@ def test_xla_is_refused() -> None:
         ("xpu", "bfloat16", False, "float16"),
     ],
 )
-def test_types_by_device(
+def test_compute_dtype_depends_on_device_and_checkpoint(
     name: str, stored: str, bfloat16: bool, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bfloat16)
@@ -161,7 +163,7 @@ def test_types_by_device(
     assert (note is None) == (stored == chosen)
 
 
-def test_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_read_from_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4)
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (7, 9))
@@ -170,7 +172,7 @@ def test_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert other_devices.available_device_bytes(torch.device("cpu")) is None
 
 
-def test_apples_gpus_have_no_8_bit_floats() -> None:
+def test_fp8_is_rejected_on_mps_but_not_xpu() -> None:
     for options in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(ConfigError, match="no 8-bit floats"):
             devices.check_non_cuda_accelerator_settings(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]

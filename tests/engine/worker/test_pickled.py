@@ -29,12 +29,12 @@ FILE, OTHER = "model.safetensors", "pytorch_model.bin"
 ROW = {"w": torch.ones(3)}
 
 
-def answer(path: Path) -> list[int]:
+def generate_ids(path: Path) -> list[int]:
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32))
     return run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
 
 
-def pickled(path: Path, out: Path, *, old: bool = False, shards: int = 1) -> Path:
+def save_as_pickle(path: Path, out: Path, *, old: bool = False, shards: int = 1) -> Path:
     """Copy the folder with its weights in PyTorch's format."""
     shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = list(load_file(path / FILE).items())
@@ -49,28 +49,28 @@ def pickled(path: Path, out: Path, *, old: bool = False, shards: int = 1) -> Pat
 
 
 @pytest.mark.parametrize("options", [{}, {"old": True}, {"shards": 3}], ids=["zip", "old", "shards"])
-def test_the_same_model_comes_of_both_formats(options: dict[str, Any], tmp_path: Path) -> None:
+def test_pickled_checkpoint_equals_safetensors(options: dict[str, Any], tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "a", "qwen3")
-    other = pickled(path, tmp_path / "b", **options)
-    assert answer(other) == answer(path)
+    other = save_as_pickle(path, tmp_path / "b", **options)
+    assert generate_ids(other) == generate_ids(path)
     assert read_checkpoint_size(other) == read_checkpoint_size(path)
 
 
-def test_a_class_of_transformers_reads_them_too(tmp_path: Path) -> None:
+def test_transformers_class_loads_pickled_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     save_tiny_class(tmp_path / "a", "laguna")
-    assert answer(pickled(tmp_path / "a", tmp_path / "b")) == answer(tmp_path / "a")
+    assert generate_ids(save_as_pickle(tmp_path / "a", tmp_path / "b")) == generate_ids(tmp_path / "a")
 
 
-def test_safetensors_are_read_where_both_are_there(tmp_path: Path) -> None:
+def test_safetensors_are_preferred_to_pickle(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    expected = answer(path)
+    expected = generate_ids(path)
     (path / OTHER).write_bytes(b"not read")
-    assert answer(path) == expected
+    assert generate_ids(path) == expected
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_headers_are_read_without_torch(old: bool, tmp_path: Path) -> None:
+def test_pickled_tensor_headers_equal_safetensors_headers(old: bool, tmp_path: Path) -> None:
     """Covers every dtype, views, parameters, and tensors stored twice."""
     plain: dict[str, Tensor] = {
         **{str(kind): torch.ones((2, 3)).to(kind) for kind in (torch.float64, torch.float32, torch.float16)},
@@ -81,15 +81,15 @@ def test_headers_are_read_without_torch(old: bool, tmp_path: Path) -> None:
         "turned": torch.ones(4, 6).t(),
         "none": torch.ones(0, 6),
     }
-    held = plain | {"twice": plain["number"], "parameter": torch.nn.Parameter(torch.ones(7))}
-    torch.save(held, tmp_path / OTHER, _use_new_zipfile_serialization=not old)
-    save_file({name: each.detach().clone().contiguous() for name, each in held.items()}, tmp_path / FILE)
+    tensors = plain | {"twice": plain["number"], "parameter": torch.nn.Parameter(torch.ones(7))}
+    torch.save(tensors, tmp_path / OTHER, _use_new_zipfile_serialization=not old)
+    save_file({name: each.detach().clone().contiguous() for name, each in tensors.items()}, tmp_path / FILE)
     assert read_file_headers(tmp_path / OTHER) == read_file_headers(tmp_path / FILE)
     sizes = read_pickled_tensor_headers(tmp_path / OTHER) or {}
     assert sum(each.nbytes for each in sizes.values()) == sum(each.nbytes for each in plain.values()) + 28
 
 
-class _Runs:
+class _MakesFolder:
     def __init__(self, told: Path) -> None:
         self._told = told
 
@@ -107,22 +107,24 @@ BROKEN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
-    content, said = BROKEN[name]
+def test_broken_pickle_raises_single_line_model_error(name: str, tmp_path: Path) -> None:
+    content, message = BROKEN[name]
     if isinstance(content, bytes):
         (tmp_path / OTHER).write_bytes(content)
     else:
         torch.save(content, tmp_path / OTHER)
     for read in (read_checkpoint_size, lambda path: list(checkpoint_stream(path))):
-        with pytest.raises(ModelError, match=rf"^model: pytorch_model\.bin .*{said}") as refused:
+        with pytest.raises(ModelError, match=rf"^model: pytorch_model\.bin .*{message}") as refused:
             read(tmp_path)
         assert "\n" not in refused.value.message
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_file_that_would_run_something_does_not(old: bool, tmp_path: Path) -> None:
+def test_pickle_that_calls_function_is_rejected_unexecuted(old: bool, tmp_path: Path) -> None:
     torch.save(
-        {"w": torch.ones(2), "x": _Runs(tmp_path / "ran")}, tmp_path / OTHER, _use_new_zipfile_serialization=not old
+        {"w": torch.ones(2), "x": _MakesFolder(tmp_path / "ran")},
+        tmp_path / OTHER,
+        _use_new_zipfile_serialization=not old,
     )
     with pytest.raises(ModelError, match="calls 'posix mkdir', which tensors do not need"):
         read_checkpoint_size(tmp_path)
@@ -131,7 +133,7 @@ def test_a_file_that_would_run_something_does_not(old: bool, tmp_path: Path) -> 
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pickle_is_followed_in_bounded_memory(tmp_path: Path) -> None:
+def test_malformed_pickle_opcodes_use_bounded_memory(tmp_path: Path) -> None:
     """A memo index beyond all others, and opcodes that pop what is not on the stack."""
     for instructions in (b"}r\xff\xff\xff\x7f.", b"\x80\x02u.", b"\x80\x02q\x00.", b"\x80\x02(((", b"\x80\x02h\x05."):
         start = b"".join(pickle.dumps(each, 2) for each in (1, 2, {}))
@@ -140,10 +142,10 @@ def test_a_pickle_is_followed_in_bounded_memory(tmp_path: Path) -> None:
             assert read_pickled_tensor_headers(tmp_path / OTHER) == {}
 
 
-def test_they_are_written_in_few_bits_as_safetensors(tmp_path: Path) -> None:
+def test_quantizing_pickled_checkpoint_writes_safetensors(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "a", "llama")
-    whole, sharded = pickled(path, tmp_path / "b"), pickled(path, tmp_path / "c", shards=2)
+    whole, sharded = save_as_pickle(path, tmp_path / "b"), save_as_pickle(path, tmp_path / "c", shards=2)
     for name, folder in (("from", path), ("whole", whole), ("sharded", sharded)):
         quantize_folder(folder, tmp_path / name, "int8", ReferenceBackend())
     assert not list((tmp_path / "sharded").glob("*.bin*"))
-    assert answer(tmp_path / "from") == answer(tmp_path / "whole") == answer(tmp_path / "sharded")
+    assert generate_ids(tmp_path / "from") == generate_ids(tmp_path / "whole") == generate_ids(tmp_path / "sharded")

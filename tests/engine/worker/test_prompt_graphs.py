@@ -56,7 +56,7 @@ def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **opti
     return start(monkeypatch, capture, max_num_batched_tokens=48, **options)
 
 
-def twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
+def run_twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
     """Run the requests twice, so that the second run uses every kind of graph; both must give the same answers."""
     first = picked(run(engine, asked))
     assert picked(run(engine, asked)) == first
@@ -65,22 +65,22 @@ def twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-def test_a_step_is_that_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batch_graph_of_single_slot_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_batch_graphs, "MIXED_GRAPH_PREFILL_SIZES", (16,))
-    asked = [request(name, [5, 6, 7, 8, 9], max_tokens=2, temperature=0.0) for name in ("one", "two")]
+    requests = [request(name, [5, 6, 7, 8, 9], max_tokens=2, temperature=0.0) for name in ("one", "two")]
     options = {"max_model_len": 256, "max_num_seqs": 1, "enable_prefix_caching": False}
-    wanted = picked(run(graphed(monkeypatch, None, **options), asked))
+    expected = picked(run(graphed(monkeypatch, None, **options), requests))
     engine = graphed(monkeypatch, FakeCapture(), **options)
-    assert picked(run(engine, asked)) == wanted
+    assert picked(run(engine, requests)) == expected
     assert (engine.engine_stats.captured_steps, engine.engine_stats.captured_prompt_steps) == (3, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_steps_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = picked(run(graphed(monkeypatch, None), traffic()))
+def test_mixed_batch_graphs_equal_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = picked(run(graphed(monkeypatch, None), traffic()))
     engine = graphed(monkeypatch, FakeCapture())
-    assert twice(engine, traffic()) == wanted
+    assert run_twice(engine, traffic()) == expected
     assert engine.engine_stats.captured_prompt_steps > 5
     assert engine.engine_stats.captured_steps > engine.engine_stats.captured_prompt_steps
     assert engine.engine_stats.prefix_hits > 0
@@ -89,57 +89,59 @@ def test_steps_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 @pytest.mark.parametrize("pages", [40, 3])
-def test_launched_ahead_and_preempted(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    asked = traffic((250, 3, 252)) if pages < 40 else traffic()
-    wanted = picked(run(graphed(monkeypatch, None), asked))
+def test_mixed_batch_graphs_with_async_steps_and_preemption_equal_eager(
+    monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    requests = traffic((250, 3, 252)) if pages < 40 else traffic()
+    expected = picked(run(graphed(monkeypatch, None), requests))
     engine = graphed(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
     engine.scheduler.kv_cache_manager.block_pool.allocate(40 - pages)
     for _ in range(2):
-        found = {each.id: Answer() for each in asked}
-        for each in asked:
+        answers = {each.id: Answer() for each in requests}
+        for each in requests:
             engine.add_request(each)
         while engine.has_work:
             for output in engine.step():
-                found[output.id].ids += output.new_ids
-                found[output.id].logprobs += output.logprobs or []
-        assert picked(found) == wanted
+                answers[output.id].ids += output.new_ids
+                answers[output.id].logprobs += output.logprobs or []
+        assert picked(answers) == expected
     assert (engine.engine_stats.preemptions > 0) == (pages < 40)
     assert engine.engine_stats.captured_prompt_steps > 5
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_all_tokens_are_read_where_prompts_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = traffic(prompt_logprobs=1)
-    wanted = run(graphed(monkeypatch, None), asked)
+def test_mixed_batch_graphs_return_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = traffic(prompt_logprobs=1)
+    expected = run(graphed(monkeypatch, None), requests)
     engine = graphed(monkeypatch, FakeCapture(), enable_prefix_caching=False)
     for _ in range(2):
-        found = run(engine, asked)
-        assert picked(found) == picked(wanted)
-        assert {name: each.prompt_logprobs for name, each in found.items()} == {
-            name: each.prompt_logprobs for name, each in wanted.items()
+        answers = run(engine, requests)
+        assert picked(answers) == picked(expected)
+        assert {name: each.prompt_logprobs for name, each in answers.items()} == {
+            name: each.prompt_logprobs for name, each in expected.items()
         }
     assert engine.engine_stats.captured_prompt_steps > 5
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_windows_with_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mixed_batch_graphs_serve_sliding_window_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shape = {"dtype": torch.bfloat16, "max_position_embeddings": 1024, "sliding_window": 50}
     options = {"model": str(save_tiny_model(tmp_path, "gemma2", **shape)), "enable_prefix_caching": False}
-    wanted = picked(run(graphed(monkeypatch, None, **options), traffic()))
+    expected = picked(run(graphed(monkeypatch, None, **options), traffic()))
     engine = graphed(monkeypatch, FakeCapture(), **options)
     assert engine.info.page_groups == 2
-    assert twice(engine, traffic()) == wanted
+    assert run_twice(engine, traffic()) == expected
     assert engine.engine_stats.captured_prompt_steps > 5
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = run(graphed(monkeypatch, None), traffic())
-    engine = graphed(monkeypatch, FakeCapture(), make_drafter=lambda *_: Right(wanted))
-    assert twice(engine, traffic()) == picked(wanted)
+def test_mixed_batch_graphs_verify_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(graphed(monkeypatch, None), traffic())
+    engine = graphed(monkeypatch, FakeCapture(), make_drafter=lambda *_: Right(expected))
+    assert run_twice(engine, traffic()) == picked(expected)
     assert sum(engine.engine_stats.accepted_drafts) > 20
     assert engine.engine_stats.captured_prompt_steps > 3
 
@@ -147,22 +149,24 @@ def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 @pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa", "mtp")])
-def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_draft_heads_follow_mixed_batch_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Graphs of the heads follow graphs of steps: the same states, drafts and KV blocks as without graphs."""
-    found = []
+    results = []
     for capture in (None, FakeCapture()):
         options = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture, **options)
         answers = [picked(run(engine, traffic())) for _ in range(2)]
         assert answers[0] == answers[1]
         pages = [each[:, : engine.info.num_blocks].float() for each in engine._device_drafter.kv_tensors]
-        found.append((answers, recorded.guesses, [each.tolist() for each in (*recorded.states, *pages)]))
+        results.append((answers, recorded.guesses, [each.tolist() for each in (*recorded.states, *pages)]))
     assert engine.engine_stats.captured_prompt_steps > 3
-    behind = engine.executor.mixed_batch_graphs.draft_head_graphs
-    assert len(behind.graphs) == (len(engine.executor.mixed_batch_graphs.graph_set.graphs) if method != "medusa" else 0)
-    assert not behind.eager_reasons
-    assert found[0] == found[1]
-    assert sum(len(guesses) for _, guesses in found[0][1]) > 60
+    draft_head_graphs = engine.executor.mixed_batch_graphs.draft_head_graphs
+    assert len(draft_head_graphs.graphs) == (
+        len(engine.executor.mixed_batch_graphs.graph_set.graphs) if method != "medusa" else 0
+    )
+    assert not draft_head_graphs.eager_reasons
+    assert results[0] == results[1]
+    assert sum(len(guesses) for _, guesses in results[0][1]) > 60
 
 
 def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -177,8 +181,8 @@ def unused(_: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found, recur = [], reference.run_recurrence
+def test_recurrent_state_lengths_are_tracked_with_draft_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results, recur = [], reference.run_recurrence
 
     def tolerant(
         given: Tensor,
@@ -206,9 +210,9 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
         options = {"max_num_batched_tokens": 48, "enable_prefix_caching": False}
         engine, recorded = with_heads(monkeypatch, tmp_path, "mtp", capture, "qwen3_5", **options)
         answers = [picked(run(engine, traffic())) for _ in range(2)]
-        found.append((answers, recorded.guesses))
-    assert found[0] == found[1]
-    assert sum(len(guesses) for _, guesses in found[0][1]) > 60
+        results.append((answers, recorded.guesses))
+    assert results[0] == results[1]
+    assert sum(len(guesses) for _, guesses in results[0][1]) > 60
     worker, slots = engine.executor, engine.executor._input_batch
     assert engine.engine_stats.captured_prompt_steps > 3
     for each in (worker.decode_graphs, worker.mixed_batch_graphs):
@@ -219,17 +223,17 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = traffic()[:3]
-    wanted = picked(run(graphed(monkeypatch, None), asked))
+def test_failed_mixed_batch_capture_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = traffic()[:3]
+    expected = picked(run(graphed(monkeypatch, None), requests))
     capture = Short(16)
     engine = graphed(monkeypatch, capture, max_num_seqs=2, warmup_seconds=60.0)
     assert engine.info.notes[1].startswith("steps with prompts of 20, 68 tokens run without graphs: out of memory (")
-    assert twice(engine, asked) == wanted
+    assert run_twice(engine, requests) == expected
     assert engine.engine_stats.captured_prompt_steps == 0
     refused = capture.refused
     assert refused > 0
-    assert twice(engine, asked) == wanted
+    assert run_twice(engine, requests) == expected
     assert capture.refused == refused
 
 
@@ -246,14 +250,14 @@ ROWS = [
 ]
 
 
-def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batch_padding_fills_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, slots = made(monkeypatch)
     assert graphs.plan_batch(SchedulerOutput(ROWS)) is None, "the first of its kind"
     planned = graphs.plan_batch(SchedulerOutput(ROWS))
     assert planned is not None
     assert planned.key == MixedGraphKey(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
-    given, before, order = graphs._build_inputs_and_output_indices(planned)
-    tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(5, NUM_PREFILL_ROWS)
+    inputs, before, order = graphs._build_inputs_and_output_indices(planned)
+    tokens, pieces = inputs[: 3 * 36].reshape(3, 36), inputs[3 * 36 :].reshape(5, NUM_PREFILL_ROWS)
     assert tokens[0, order].tolist() == [2, *[0] * 20, *[5] * 3, *[1] * 4]
     assert tokens[1, order].tolist() == [30, *range(16, 36), 9, 10, 11, 0, 1, 2, 3]
     assert tokens[:2, before].tolist() == [[2, 5, 5, 5, 1], [30, 9, 10, 11, 3]]
@@ -272,7 +276,7 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
         assert tokens[1, end - count : end].tolist() == list(range(context - count, context))
 
 
-def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batch_inputs_hold_recurrent_state_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [tuple(torch.zeros((7, size, 8)) for size in (6, 2, 3))]
     slots = InputBatch(6, 600, 16, CPU, scratch_block=50, slot_states=SlotStateTensors(states, max_drafts=3))
     graphs = MixedBatchGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
@@ -281,16 +285,16 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     planned = [graphs.plan_batch(SchedulerOutput(ROWS)) for _ in range(2)][-1]
     assert planned is not None
     assert planned.is_decode.tolist() == [False, False, True, False]
-    given, *_ = graphs._build_inputs_and_output_indices(planned)
-    pieces = given[3 * planned.key.num_total_rows :].reshape(5, NUM_PREFILL_ROWS)
+    inputs, *_ = graphs._build_inputs_and_output_indices(planned)
+    pieces = inputs[3 * planned.key.num_total_rows :].reshape(5, NUM_PREFILL_ROWS)
     assert pieces[:, :3].tolist() == [[2, 0, 1], [1, 20, 4], [31, 36, 4], [30, 13, 0], [31, 36, 4]]
     assert slots._state_lengths.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
-    given = torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2
+    inputs = torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2
     assert slots._device_state_lengths is not None
-    _, metadata = slots.graph_prefill_inputs(*given, updates_states=False)
+    _, metadata = slots.graph_prefill_inputs(*inputs, updates_states=False)
     assert metadata.recurrence_metadata is None
     assert not slots._device_state_lengths.any(), "as heads read them"
-    ids, metadata = slots.graph_prefill_inputs(*given)
+    ids, metadata = slots.graph_prefill_inputs(*inputs)
     assert len(ids) == 32
     assert metadata.recurrence_metadata is not None
     assert metadata.recurrence_metadata.state_and_verified_counts is not None
@@ -310,12 +314,14 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
         ([*ROWS[1:2], *[ScheduledRequest(str(at), at % 6, 3, 1, [], should_sample=True) for at in range(257)]], False),
     ],
 )
-def test_which_steps_are_small(monkeypatch: pytest.MonkeyPatch, rows: list[ScheduledRequest], serves: bool) -> None:
+def test_plan_batch_serves_only_small_steps(
+    monkeypatch: pytest.MonkeyPatch, rows: list[ScheduledRequest], serves: bool
+) -> None:
     graphs, _ = made(monkeypatch)
     assert [graphs.plan_batch(SchedulerOutput(rows)) is not None for _ in range(2)] == [False, serves]
 
 
-def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_bounded_by_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, _ = made(monkeypatch, max_model_len=40)
     planned = [
         graphs.plan_batch(SchedulerOutput([ScheduledRequest("one", 0, 0, count, [], should_sample=True)]))
@@ -326,7 +332,7 @@ def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert max_mixed_graph_tokens(8, 300) == 256
 
 
-def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batch_graphs_are_bounded_and_captured_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_batch_graphs, "MAX_MIXED_GRAPHS", 11)
     graphs, _ = made(monkeypatch)
     few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
@@ -346,7 +352,7 @@ def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_a_start_captures_those_of_a_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_captures_graphs_of_single_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = graphed(monkeypatch, FakeCapture(), max_num_seqs=1, warmup_seconds=60.0)
     assert isinstance(engine.executor, ModelRunner)
     assert engine.executor.mixed_batch_graphs is not None

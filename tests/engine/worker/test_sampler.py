@@ -43,7 +43,7 @@ def row(
     return SamplingRow(make_request_sampling_rules(SamplingParams(**params), EOS), seed, len(ids), prompt, ids[None], 0)
 
 
-def adjust(logits: torch.Tensor, row: SamplingRow) -> None:
+def process_row(logits: torch.Tensor, row: SamplingRow) -> None:
     """Process the logits [vocab] of one row, in place."""
     process_logits_and_find_exhausted(logits[None], [row], None, HostLogitsProcessor())
 
@@ -70,72 +70,72 @@ def filters(params: list[SamplingParams], vocab: int) -> torch.Tensor:
         {"top_k": 10**6, "top_p": 1.0},
     ],
 )
-def test_filters_are_those_of_transformers(params: dict[str, float], vocab: int) -> None:
+def test_filtered_probs_equal_transformers(params: dict[str, float], vocab: int) -> None:
     logits = noise(6, vocab)
     p = SamplingParams(**params)
-    wanted = TemperatureLogitsWarper(p.temperature)(None, logits) if p.temperature != 1 else logits
+    expected = TemperatureLogitsWarper(p.temperature)(None, logits) if p.temperature != 1 else logits
     if p.top_k:
-        wanted = TopKLogitsWarper(p.top_k)(None, wanted)
+        expected = TopKLogitsWarper(p.top_k)(None, expected)
     if p.top_p < 1:
-        wanted = TopPLogitsWarper(p.top_p)(None, wanted)
+        expected = TopPLogitsWarper(p.top_p)(None, expected)
     if p.min_p:
-        wanted = MinPLogitsWarper(p.min_p)(None, wanted)
-    found = logits_to_filtered_probs(logits.clone(), filters([p] * 6, vocab))
-    assert torch.equal(found > 0, wanted > -torch.inf)
-    torch.testing.assert_close(found / found.sum(-1, keepdim=True), wanted.softmax(-1))
+        expected = MinPLogitsWarper(p.min_p)(None, expected)
+    actual = logits_to_filtered_probs(logits.clone(), filters([p] * 6, vocab))
+    assert torch.equal(actual > 0, expected > -torch.inf)
+    torch.testing.assert_close(actual / actual.sum(-1, keepdim=True), expected.softmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e-300])
-def test_the_least_temperatures_are_greedy(temperature: float) -> None:
+def test_tiny_temperature_samples_greedily(temperature: float) -> None:
     """Logits divided by such temperatures are infinite, so that any token was sampled."""
     rows = [row(temperature=temperature, seed=seed, logprobs=0) for seed in range(6)]
     logits = noise(6, 500)
-    found = sample_token_ids(logits.clone(), rows)
-    assert torch.equal(found, logits.argmax(-1))
+    actual = sample_token_ids(logits.clone(), rows)
+    assert torch.equal(actual, logits.argmax(-1))
     assert is_plain_greedy_request(SamplingParams(temperature=temperature))
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
-def test_the_largest_penalties_leave_numbers(penalty: float) -> None:
-    found = torch.tensor([0.0, 30.0, -30.0, 1.0])
-    adjust(found, row(tokens=[0, 1, 2], repetition_penalty=penalty))
-    assert found.isfinite().all()
+def test_extreme_repetition_penalty_keeps_logits_finite(penalty: float) -> None:
+    actual = torch.tensor([0.0, 30.0, -30.0, 1.0])
+    process_row(actual, row(tokens=[0, 1, 2], repetition_penalty=penalty))
+    assert actual.isfinite().all()
     for wrong in (penalty**2, 0.0, float("inf"), float("nan")):
         with pytest.raises(InvalidRequest, match="repetition_penalty must be in"):
             SamplingParams(repetition_penalty=wrong)
 
 
-def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
+def test_top_p_of_flat_distribution_keeps_enough_candidates() -> None:
     params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.5, top_k=100)]
     probs = logits_to_filtered_probs(noise(2, 8000) * 0.01, filters(params, 8000))
     assert 6500 < int((probs[0] > 0).sum()) < 7300
     assert 45 <= int((probs[1] > 0).sum()) <= 55
 
 
-def test_penalties() -> None:
+def test_penalties_equal_transformers_and_openai_formula() -> None:
     logits = noise(1, 40)
     tokens = [3, 3, 4, 9, 9, 9, 10]
-    found = logits[0].clone()
-    adjust(found, row(tokens=tokens, prompt=3, repetition_penalty=1.4))
-    wanted = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), logits.clone())
-    torch.testing.assert_close(found, wanted[0])
+    actual = logits[0].clone()
+    process_row(actual, row(tokens=tokens, prompt=3, repetition_penalty=1.4))
+    expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), logits.clone())
+    torch.testing.assert_close(actual, expected[0])
 
-    found = logits[0].clone()
-    adjust(found, row(tokens=tokens, prompt=3, presence_penalty=0.5, frequency_penalty=0.25))
-    wanted = logits[0].clone()
-    wanted[9] -= 0.5 + 3 * 0.25
-    wanted[10] -= 0.5 + 0.25
-    torch.testing.assert_close(found, wanted)
+    actual = logits[0].clone()
+    process_row(actual, row(tokens=tokens, prompt=3, presence_penalty=0.5, frequency_penalty=0.25))
+    expected = logits[0].clone()
+    expected[9] -= 0.5 + 3 * 0.25
+    expected[10] -= 0.5 + 0.25
+    torch.testing.assert_close(actual, expected)
 
 
-def test_bias_and_minimum_length() -> None:
-    found = torch.zeros(20)
-    adjust(found, row(position=4, prompt=3, logit_bias={5: 7.0, 6: -100.0}, min_tokens=2, stop_token_ids=(8,)))
-    wanted = torch.zeros(20)
-    wanted[5], wanted[6], wanted[2], wanted[8] = 7.0, -100.0, -torch.inf, -torch.inf
-    assert torch.equal(found, wanted)
-    adjust(found := torch.zeros(20), row(position=5, prompt=3, min_tokens=2))
-    assert torch.equal(found, torch.zeros(20))
+def test_logit_bias_and_min_tokens_change_logits() -> None:
+    actual = torch.zeros(20)
+    process_row(actual, row(position=4, prompt=3, logit_bias={5: 7.0, 6: -100.0}, min_tokens=2, stop_token_ids=(8,)))
+    expected = torch.zeros(20)
+    expected[5], expected[6], expected[2], expected[8] = 7.0, -100.0, -torch.inf, -torch.inf
+    assert torch.equal(actual, expected)
+    process_row(actual := torch.zeros(20), row(position=5, prompt=3, min_tokens=2))
+    assert torch.equal(actual, torch.zeros(20))
 
 
 @pytest.mark.parametrize(
@@ -155,52 +155,54 @@ def test_bias_and_minimum_length() -> None:
         ([], None, False),
     ],
 )
-def test_thinking_ends_when_its_budget_is_used_up(answer: list[int], begin: int | None, ends: bool) -> None:
+def test_thinking_budget_forces_end_token(answer: list[int], begin: int | None, ends: bool) -> None:
     budget = ThinkingBudget(3, end_id=9, begin_id=begin)
-    wanted = noise(20)
-    adjust(found := wanted.clone(), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=budget, logit_bias={9: -99}))
-    assert (found > -torch.inf).nonzero().flatten().tolist() == ([9] if ends else list(range(20)))
+    expected = noise(20)
+    process_row(
+        actual := expected.clone(), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=budget, logit_bias={9: -99})
+    )
+    assert (actual > -torch.inf).nonzero().flatten().tolist() == ([9] if ends else list(range(20)))
 
 
 @pytest.mark.parametrize(("answer", "begin", "ends"), [([], None, True), ([], 8, False), ([8], 8, True)])
-def test_no_thinking_at_all(answer: list[int], begin: int | None, ends: bool) -> None:
+def test_zero_thinking_budget_forces_end_token(answer: list[int], begin: int | None, ends: bool) -> None:
     thinking = ThinkingBudget(0, end_id=9, begin_id=begin)
-    adjust(found := noise(20), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=thinking))
-    assert ((found > -torch.inf).sum() == 1) == ends
+    process_row(actual := noise(20), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=thinking))
+    assert ((actual > -torch.inf).sum() == 1) == ends
 
 
-def test_only_allowed_tokens() -> None:
-    found = noise(30)
-    wanted = torch.full((30,), -torch.inf)
-    wanted[[3, 9]] = found[[3, 9]]
-    adjust(found, row(allowed_token_ids=(3, 9)))
-    assert torch.equal(found, wanted)
+def test_allowed_token_ids_mask_all_others() -> None:
+    actual = noise(30)
+    expected = torch.full((30,), -torch.inf)
+    expected[[3, 9]] = actual[[3, 9]]
+    process_row(actual, row(allowed_token_ids=(3, 9)))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("tokens", [[1], [4, 5], [5, 4], [9, 4, 5], [4, 5, 6], [6, 7, 6]])
-def test_bad_words_are_those_of_transformers(tokens: list[int]) -> None:
+def test_bad_words_equal_transformers(tokens: list[int]) -> None:
     words = ((3,), (4, 5), (5, 6), (4, 5, 6), (6, 7, 6, 8), (4, 5, 9))
     logits = noise(1, 20)
     processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=2)
-    wanted = processor(torch.tensor([tokens]), logits.clone())
-    found = logits[0].clone()
-    adjust(found, row(tokens=tokens, prompt=0, bad_words_ids=words))
-    assert torch.equal(found, wanted[0])
+    expected = processor(torch.tensor([tokens]), logits.clone())
+    actual = logits[0].clone()
+    process_row(actual, row(tokens=tokens, prompt=0, bad_words_ids=words))
+    assert torch.equal(actual, expected[0])
 
 
-def test_a_prompt_does_not_begin_a_bad_word() -> None:
+def test_bad_word_does_not_begin_in_prompt() -> None:
     for prompt, kept in ((2, True), (1, False)):
-        adjust(found := torch.zeros(10), row(tokens=[1, 4], prompt=prompt, bad_words_ids=((4, 5),)))
-        assert bool(found[5] == 0) is kept
+        process_row(actual := torch.zeros(10), row(tokens=[1, 4], prompt=prompt, bad_words_ids=((4, 5),)))
+        assert bool(actual[5] == 0) is kept
 
 
-def test_a_request_that_forbids_everything_gets_no_token() -> None:
+def test_sampler_returns_no_token_left_when_all_are_banned() -> None:
     rows = [row(temperature=t, allowed_token_ids=(4,), bad_words_ids=((4,),)) for t in (0.0, 1.0)]
     picks = sample_token_ids(noise(3, 10), [rows[0], row(allowed_token_ids=(4,)), rows[1]]).tolist()
     assert picks == [NO_TOKEN_LEFT, 4, NO_TOKEN_LEFT]
 
 
-def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -> None:
+def test_samples_follow_distribution_and_depend_on_seed_and_position() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
     rows = [row(position=position, seed=seed) for seed in range(100) for position in range(1, 101)]
     picks = sample_token_ids(logits.repeat(len(rows), 1), rows)
@@ -214,7 +216,7 @@ def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -
     assert len({u.item() for u in uniform_draws(rows)}) == len(rows)
 
 
-def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
+def test_sampled_token_does_not_depend_on_other_rows() -> None:
     kinds = [{}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 0.0}, {"min_p": 0.2}, {"top_p": 0.95, "top_k": 2000}]
     logits = noise(60, 3000)
     rows = [row(seed=i, **kinds[i % len(kinds)]) for i in range(60)]
@@ -222,48 +224,48 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     assert together == [int(sample_token_ids(logits[i : i + 1].clone(), [rows[i]])) for i in range(60)]
 
 
-def test_the_ends_of_the_unit_interval() -> None:
+def test_inverse_cdf_sampling_at_ends_of_unit_interval() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
     u = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
     assert sample_inverse_cdf(probs, u).tolist() == [1, 3, 3]
 
 
 @pytest.mark.parametrize("vocab", [30, 5000])
-def test_equally_likely_tokens_are_reported_alike_however_many_are_asked_for(vocab: int) -> None:
+def test_top_logprobs_of_ties_do_not_depend_on_count(vocab: int) -> None:
     logits = noise(3, vocab).round()
-    wanted = [sorted(range(vocab), key=lambda token: (-row[token], token)) for row in logits.tolist()]
+    expected = [sorted(range(vocab), key=lambda token: (-row[token], token)) for row in logits.tolist()]
     for most in (0, 1, 2, 7, 20):
-        found = logprob_tensors(logits, torch.zeros(3, dtype=torch.int64), most)
-        assert found[3].tolist() == [each[:most] for each in wanted]
-        assert torch.equal(found[2], logits.log_softmax(-1).gather(-1, found[3]))
+        actual = logprob_tensors(logits, torch.zeros(3, dtype=torch.int64), most)
+        assert actual[3].tolist() == [each[:most] for each in expected]
+        assert torch.equal(actual[2], logits.log_softmax(-1).gather(-1, actual[3]))
 
 
-def test_logprobs() -> None:
+def test_logprobs_rank_and_top_equal_log_softmax() -> None:
     logits = noise(2, 30)
     tensors = logprob_tensors(logits, torch.tensor([4, 5]), 3)
     first, second = token_logprobs([4, 5], tensors, [0, 3])
-    wanted = logits.log_softmax(-1)
-    assert first.logprob == pytest.approx(wanted[0, 4].item())
+    expected = logits.log_softmax(-1)
+    assert first.logprob == pytest.approx(expected[0, 4].item())
     assert first.top == []
-    assert [token for token, _ in second.top] == wanted[1].topk(3).indices.tolist()
-    assert second.rank == int((wanted[1] > wanted[1, 5]).sum()) + 1
+    assert [token for token, _ in second.top] == expected[1].topk(3).indices.tolist()
+    assert second.rank == int((expected[1] > expected[1, 5]).sum()) + 1
 
 
-def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
+def test_logprob_token_ids_replace_top_logprobs() -> None:
     logits = noise(4, 30)
     picked = torch.tensor([4, 5, 6, 7])
     params = [{"logprobs": 2}, {"logprob_token_ids": (9, 5, 9, 0)}, {"logprobs": 0}, {"logprob_token_ids": (1,)}]
     rules = [make_request_sampling_rules(SamplingParams(**each), ()) for each in params]
     tensors = logprob_tensors(logits, picked, 2, pad_logprob_token_ids(rules, logits.device))
-    found = token_logprobs(picked.tolist(), tensors, [each.num_logprobs or 0 for each in rules])
-    wanted = logits.log_softmax(-1)
-    assert [token for token, _ in found[0].top] == wanted[0].topk(2).indices.tolist()
-    assert found[2].top == []
+    actual = token_logprobs(picked.tolist(), tensors, [each.num_logprobs or 0 for each in rules])
+    expected = logits.log_softmax(-1)
+    assert [token for token, _ in actual[0].top] == expected[0].topk(2).indices.tolist()
+    assert actual[2].top == []
     for row, ids in ((1, {9, 5, 0}), (3, {1, 7})):
-        exact = include_sampled_token(found[row])
-        assert dict(exact.top) == pytest.approx({token: wanted[row, token].item() for token in ids})
+        exact = include_sampled_token(actual[row])
+        assert dict(exact.top) == pytest.approx({token: expected[row, token].item() for token in ids})
         assert [value for _, value in exact.top] == sorted((value for _, value in exact.top), reverse=True)
-        assert (exact.token_id, exact.logprob) == (int(picked[row]), pytest.approx(wanted[row, picked[row]].item()))
+        assert (exact.token_id, exact.logprob) == (int(picked[row]), pytest.approx(expected[row, picked[row]].item()))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
     ],
     ids=lambda asked: next(iter(asked)),
 )
-def test_what_asks_for_more_than_the_largest_logit(asked: dict[str, Any]) -> None:
+def test_only_plain_greedy_requests_need_argmax_alone(asked: dict[str, Any]) -> None:
     assert is_plain_greedy_request(
         SamplingParams(temperature=0.0, prompt_logprobs=1, seed=3, stop=("a",), logprob_token_ids=())
     )

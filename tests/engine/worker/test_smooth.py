@@ -45,19 +45,19 @@ def logits(path: Path) -> Tensor:
     wide = torch.float32 if hasattr(config, "n_routed_experts") else torch.float64
     model = AutoModelForCausalLM.from_pretrained(path, dtype=wide)
     with torch.inference_mode():
-        found: Tensor = model(torch.tensor([TRIED])).logits[0].double()
-    return found
+        output: Tensor = model(torch.tensor([TRIED])).logits[0].double()
+    return output
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "norms"), NORMS.items())
-def test_a_smoothed_model_computes_the_same(family: str, norms: int, tmp_path: Path) -> None:
+def test_smoothed_weights_keep_logits(family: str, norms: int, tmp_path: Path) -> None:
     path = save(tmp_path, family)
     smoother = fit_smoothing(path, SAMPLES, 0.5)
     assert smoother.num_norms == norms
-    given = load_file(path / "model.safetensors")
-    smoothed = {name: smoother.smooth_tensor(name, tensor) for name, tensor in given.items()}
-    changed = [name for name, tensor in smoothed.items() if not torch.equal(tensor, given[name])]
+    tensors = load_file(path / "model.safetensors")
+    smoothed = {name: smoother.smooth_tensor(name, tensor) for name, tensor in tensors.items()}
+    changed = [name for name, tensor in smoothed.items() if not torch.equal(tensor, tensors[name])]
     assert not any(
         name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight", "router.weight")) for name in changed
     )
@@ -66,19 +66,19 @@ def test_a_smoothed_model_computes_the_same(family: str, norms: int, tmp_path: P
     torch.testing.assert_close(logits(tmp_path / "smoothed"), logits(path), atol=5e-4, rtol=1e-3)
 
 
-def quires(path: Path, **options: object) -> Tensor:
+def quire_logprobs(path: Path, **options: object) -> Tensor:
     settings: Mapping[str, object] = {"quantize_embedding": False, "activation_bits": "8"} | options
     config = EngineConfig(model=str(path), attention_backend="cpu", **settings)
     return ForwardPass.load_from_config(config, None).compute_logprobs(TRIED, full_vocabulary=True)
 
 
-def test_it_comes_closer_in_8_bits(tmp_path: Path) -> None:
+def test_smoothing_reduces_int8_error(tmp_path: Path) -> None:
     path = save(tmp_path, "llama")
     quantize_folder(path, tmp_path / "plain", "int8", ReferenceBackend())
-    said = quantize_folder(
+    summary = quantize_folder(
         path, tmp_path / "out", "int8", ReferenceBackend(), partial(fit_smoothing, path, SAMPLES, 0.5)
     )
-    assert said.startswith("21 linears int-quantized, 6 norms smoothed; ")
-    wanted = logits(path).log_softmax(-1).float()[:-1]
-    plain, smooth = ((quires(tmp_path / name) - wanted).abs().mean().item() for name in ("plain", "out"))
+    assert summary.startswith("21 linears int-quantized, 6 norms smoothed; ")
+    expected = logits(path).log_softmax(-1).float()[:-1]
+    plain, smooth = ((quire_logprobs(tmp_path / name) - expected).abs().mean().item() for name in ("plain", "out"))
     assert smooth < 0.8 * plain

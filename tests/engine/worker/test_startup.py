@@ -26,7 +26,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
-def test_a_container_s_share_of_the_cpus_counts_for_all_models(
+def test_start_worker_limits_threads_to_usable_cpus(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

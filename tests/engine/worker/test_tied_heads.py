@@ -24,7 +24,7 @@ PROMPT = random_prompt(20)
 ALONE = ("llama", "qwen3", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "mpt", "falcon", "opt", "cohere2")
 
 
-def rewrite(folder: Path, **changes: str | None) -> None:
+def rename_tensors(folder: Path, **changes: str | None) -> None:
     """Rename tensors; None removes them."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -32,7 +32,7 @@ def rewrite(folder: Path, **changes: str | None) -> None:
     save_file({name: each for name, each in renamed.items() if name is not None}, file, metadata={"format": "pt"})
 
 
-def untied(folder: Path, family: str) -> Path:
+def save_untied_model(folder: Path, family: str) -> Path:
     """A model whose files hold two matrices, and whose config.json says that they are one."""
     path = save_tiny_model(folder, family, tie_word_embeddings=False)
     edit_json(path / "config.json", tie_word_embeddings=True)
@@ -41,8 +41,8 @@ def untied(folder: Path, family: str) -> Path:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("zamba2")])
-def test_head_that_differs_from_the_embedding_is_used(family: str, tmp_path: Path) -> None:
-    path = untied(tmp_path, family)
+def test_untied_output_head_is_used_despite_tied_config(family: str, tmp_path: Path) -> None:
+    path = save_untied_model(tmp_path, family)
     assert largest_difference(path, PROMPT) < 1e-4
 
 
@@ -50,11 +50,11 @@ def test_head_that_differs_from_the_embedding_is_used(family: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "settings", [{"model_impl": "transformers"}, {"quantize_embedding": False}, {"tensor_parallel_size": 2}]
 )
-def test_head_of_its_own_with_other_settings(settings: dict[str, object], tmp_path: Path) -> None:
-    assert largest_difference(untied(tmp_path, "llama"), PROMPT, **settings) < 1e-4
+def test_untied_output_head_is_used_with_other_settings(settings: dict[str, object], tmp_path: Path) -> None:
+    assert largest_difference(save_untied_model(tmp_path, "llama"), PROMPT, **settings) < 1e-4
 
 
-def test_equal_copy_is_no_head_of_its_own(tmp_path: Path) -> None:
+def test_output_head_equal_to_embedding_stays_tied(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama-tied-biased")
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -65,7 +65,7 @@ def test_equal_copy_is_no_head_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("family", ALONE)
-def test_embedding_saved_under_the_name_of_the_head_alone(family: str, tmp_path: Path) -> None:
+def test_tied_embedding_loads_from_head_name(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, tie_word_embeddings=True)
     names = [name for name in load_file(path / "model.safetensors") if "layers" not in name and "wpe" not in name]
     table = (
@@ -73,31 +73,31 @@ def test_embedding_saved_under_the_name_of_the_head_alone(family: str, tmp_path:
         if (not family.startswith(("bloom", "falcon")))
         else "transformer.word_embeddings.weight"
     )
-    rewrite(path, **{table: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"})
+    rename_tensors(path, **{table: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"})
     assert largest_difference(path, PROMPT) < 1e-4
 
 
-def test_plan_counts_a_head_of_its_own(tmp_path: Path) -> None:
-    both = read_model_sizes(read_raw_config(str(untied(tmp_path / "both", "llama")))[0])
+def test_model_sizes_count_untied_head(tmp_path: Path) -> None:
+    both = read_model_sizes(read_raw_config(str(save_untied_model(tmp_path / "both", "llama")))[0])
     one = read_model_sizes(
         read_raw_config(str(save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)))[0]
     )
     assert both.num_parameters - one.num_parameters == VOCAB * 64
 
 
-def test_weights_with_another_head_do_not_take_the_place_of_tied_ones(tmp_path: Path) -> None:
+def test_untied_weights_cannot_replace_tied_weights(tmp_path: Path) -> None:
     from quire.engine.worker.loading.weight_check import check_same_model
 
     one = save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="tie_embeddings"):
-        check_same_model(read_model_config(one), untied(tmp_path / "both", "llama"), one)
+        check_same_model(read_model_config(one), save_untied_model(tmp_path / "both", "llama"), one)
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD), (HEAD,), (EMBEDDING,)])
-def test_tied_table_takes_either_name(order: tuple[str, ...]) -> None:
+def test_tied_embedding_loads_from_either_name(order: tuple[str, ...]) -> None:
     taken: list[torch.Tensor] = []
     table = {EMBEDDING: LoadableParameter((2, 2), torch.float32, taken.append)}
     load_weights(table, [(name, torch.ones(2, 2)) for name in order], device=torch.device("cpu"))
@@ -105,7 +105,7 @@ def test_tied_table_takes_either_name(order: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
-def test_tied_table_takes_no_head_that_differs(order: tuple[str, ...]) -> None:
+def test_tied_embedding_rejects_different_head(order: tuple[str, ...]) -> None:
     table = {EMBEDDING: LoadableParameter((2, 2), torch.float32, lambda _: None)}
     stream = [(name, torch.full((2, 2), float(index))) for index, name in enumerate(order)]
     with pytest.raises(ModelError, match="differs from the embedding"):
@@ -113,7 +113,7 @@ def test_tied_table_takes_no_head_that_differs(order: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["xmod", "bert-generation"])
-def test_bias_alone_is_no_head_of_its_own(kind: str, tmp_path: Path) -> None:
+def test_output_head_bias_alone_does_not_untie(kind: str, tmp_path: Path) -> None:
     save_tiny_class(tmp_path, kind)
     assert {name for name in load_file(tmp_path / "model.safetensors") if "lm_head" in name} >= {"lm_head.bias"}
     assert outcome(kind).by == "transformers"

@@ -17,7 +17,7 @@ Words = np.ndarray
 """Registers of 32 bits, as uint64."""
 
 
-def ran(code: str, given: Words, wide: bool) -> list[Tensor]:
+def run_ptx(code: str, given: Words, wide: bool) -> list[Tensor]:
     """The lower and the upper half of $0 after the code, in float64; $1 holds the given words."""
     registers, found = {"$1": given.astype(np.uint64)}, list[Tensor]()
 
@@ -36,11 +36,11 @@ def ran(code: str, given: Words, wide: bool) -> list[Tensor]:
                 a, b, c = (number(value(name) >> np.uint64(shift), wide) for name in names)
                 found.append((a * b + c).to(TYPES[wide]).double())
         else:
-            registers[to] = computed(operation, [value(name) for name in names])
+            registers[to] = run_instruction(operation, [value(name) for name in names])
     return found
 
 
-def computed(operation: str, values: list[Words]) -> Words:
+def run_instruction(operation: str, values: list[Words]) -> Words:
     first, *others = values
     if operation == "mov.b32":
         return first
@@ -67,14 +67,14 @@ def number(words: Words, wide: bool) -> Tensor:
 
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("floats", [True, False])
-def test_all_codes_become_their_numbers(floats: bool, wide: bool) -> None:
+def test_ptx_decodes_every_4_and_8_bit_code(floats: bool, wide: bool) -> None:
     words = np.random.default_rng(0).integers(0, 2**32, 2**14, dtype=np.uint32)  # every byte in every place
     values = torch.tensor(E2M1 if floats else range(-8, 8)).double()
     for part in range(4):
-        for half, got in enumerate(ran(nibble_decode_asm(floats, wide, part), words, wide)):
+        for half, got in enumerate(run_ptx(nibble_decode_asm(floats, wide, part), words, wide)):
             assert torch.equal(got, values[(words >> (16 * half + 4 * part)) & 15])
     for part in range(2):
-        for half, got in enumerate(ran(byte_decode_asm(floats, wide, part), words, wide)):
+        for half, got in enumerate(run_ptx(byte_decode_asm(floats, wide, part), words, wide)):
             codes = torch.from_numpy(((words >> (16 * half + 8 * part)) & 255).astype(np.uint8))
             wanted = codes.view(torch.float8_e4m3fn if floats else torch.int8).double()
             known = ~wanted.isnan()  # a NaN code becomes some number: the weight's factors hold the NaN

@@ -62,7 +62,9 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [16, 256])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_head_dims_and_pages(device: torch.device, dim: int, size: int, dtype: torch.dtype) -> None:
+def test_attention_of_head_dims_and_block_sizes_matches_reference(
+    device: torch.device, dim: int, size: int, dtype: torch.dtype
+) -> None:
     for mix in (DECODE, MIXED):
         check(Paged(size, device), mix, dtype, dim=dim)
 
@@ -70,7 +72,7 @@ def test_head_dims_and_pages(device: torch.device, dim: int, size: int, dtype: t
 @pytest.mark.parametrize("mix", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (16, None), (100, 5.0), (4096, None), (None, 5.0)])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_windows_and_softcap(
+def test_windowed_softcapped_attention_matches_reference(
     device: torch.device, mix: list[tuple[int, int]], window: int | None, softcap: float | None, fixed: bool
 ) -> None:
     check(Paged(16, device, fixed=fixed), mix, torch.bfloat16, window=window, softcap=softcap)
@@ -79,21 +81,21 @@ def test_windows_and_softcap(
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("size", [16, 100])
-def test_chunks(device: torch.device, size: int, fixed: bool) -> None:
+def test_chunked_attention_matches_reference(device: torch.device, size: int, fixed: bool) -> None:
     for mix in (DECODE, MIXED):
         check(Paged(16, device, fixed=fixed), mix, torch.bfloat16, window=size, chunked=True)
     check(Paged(16, device, fixed=fixed), [(1100, 1), (3, 1)], torch.float32, window=600, chunked=True)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
-def test_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
+def test_grouped_query_attention_matches_reference(device: torch.device, heads: int, kv_heads: int) -> None:
     check(Paged(16, device), DECODE[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)
     check(Paged(16, device), MIXED[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("window", [None, 40])
-def test_sinks(device: torch.device, window: int | None, fixed: bool) -> None:
+def test_attention_with_sinks_matches_reference(device: torch.device, window: int | None, fixed: bool) -> None:
     """Sinks below, among and far above the scores; splits merged or reduced."""
     sinks = torch.tensor([-3.0, 0.5, 90.0])
     for mix in (DECODE, MIXED):
@@ -101,7 +103,7 @@ def test_sinks(device: torch.device, window: int | None, fixed: bool) -> None:
     check(Paged(16, device, fixed=fixed), [(1100, 1), (3, 1)], torch.float32, sinks=sinks)
 
 
-def test_long_contexts_are_split(device: torch.device) -> None:
+def test_split_long_context_attention_matches_reference(device: torch.device) -> None:
     for fixed in (False, True):
         backend = Paged(16, device, fixed=fixed)
         check(backend, [(1100, 1), (3, 1)], torch.bfloat16, heads=2, kv_heads=1)
@@ -109,19 +111,19 @@ def test_long_contexts_are_split(device: torch.device) -> None:
         check(backend, [(1030, 1), (40, 1)], torch.bfloat16, heads=2, kv_heads=1, window=600)
 
 
-def test_large_scores(device: torch.device) -> None:
+def test_attention_with_large_scores_stays_finite(device: torch.device) -> None:
     """Scores are in the hundreds, where float32 itself is exact to about 1e-5."""
     check(Paged(16, device), MIXED, torch.float32, tolerance=2e-4, scale=20.0)
 
 
-def test_scores_far_below_zero(device: torch.device) -> None:
+def test_attention_with_very_negative_equal_scores_averages_values(device: torch.device) -> None:
     """The exponentials are relative to a tile's peak, not to 0."""
     q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
     v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
     assert torch.allclose(attend(Paged(16, device), [Part(q, k, v)])[0], torch.tensor(149.5))
 
 
-def test_strided_layers(device: torch.device, generator: torch.Generator) -> None:
+def test_strided_kv_cache_gives_same_bits_as_contiguous(device: torch.device, generator: torch.Generator) -> None:
     """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
     backend = Paged(16, device)
     part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
@@ -135,7 +137,7 @@ def test_strided_layers(device: torch.device, generator: torch.Generator) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("window", "softcap", "dim"), [(None, None, 32), (510, 9.0, 32), (None, None, 256)])
-def test_fixed_splits_do_not_depend_on_the_batch(
+def test_fixed_split_attention_bits_do_not_depend_on_batch(
     device: torch.device,
     dtype: torch.dtype,
     window: int | None,
@@ -167,7 +169,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
     size=st.sampled_from([16, 32, 256]),
     window=st.none() | st.integers(1, 600),
 )
-def test_any_mix(
+def test_attention_of_random_batches_matches_reference(
     lengths: list[tuple[int, int]],
     seed: int,
     dtype: torch.dtype,
@@ -189,7 +191,7 @@ def test_any_mix(
     assert torch.equal(last[0], together[-1][-1])
 
 
-def test_a_full_gpu_is_not_split_but_for_long_contexts() -> None:
+def test_full_gpu_splits_only_long_contexts() -> None:
     assert triton_launch_sizes.num_even_splits(1, 8000, one_token=True) == 1
     assert triton_launch_sizes.num_even_splits(1, 60000, one_token=True) == 8
     assert triton_launch_sizes.num_even_splits(1, 60000, one_token=False) == 1

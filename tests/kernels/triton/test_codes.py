@@ -25,7 +25,7 @@ codes = pytest.mark.parametrize("kv_dtype", QUANTIZED_KV_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("dim", "window", "softcap", "fixed"), [(64, None, None, False), (96, 100, 5.0, True), (128, 16, None, False)]
 )
-def test_attention(
+def test_quantized_kv_attention_matches_reference(
     device: torch.device,
     mix: list[tuple[int, int]],
     dim: int,
@@ -47,7 +47,9 @@ def test_attention(
 
 
 @codes
-def test_long_contexts_are_split(device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_split_quantized_kv_attention_matches_reference(
+    device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator
+) -> None:
     parts = [random_part(c, 1, 2, 1, 64, torch.bfloat16, generator) for c in (1100, 3)]
     expected = attend(reference, [on_codes(part, kv_dtype) for part in parts])
     for fixed in (False, True):
@@ -56,7 +58,9 @@ def test_long_contexts_are_split(device: torch.device, kv_dtype: torch.dtype, ge
 
 
 @codes
-def test_small_values_in_float16(device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_quantized_kv_attention_keeps_small_float16_values(
+    device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """With many keys of small values, weights times scales would be below float16's normal numbers."""
     part = random_part(900, 1, 2, 1, 64, torch.float16, generator)
     small = Part(part.q, part.k * 0.1, part.v * 2**-9)
@@ -67,7 +71,7 @@ def test_small_values_in_float16(device: torch.device, kv_dtype: torch.dtype, ge
 
 
 @codes
-def test_fixed_splits_do_not_depend_on_the_batch(
+def test_fixed_split_quantized_kv_attention_bits_do_not_depend_on_batch(
     device: torch.device, kv_dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """A row has the same bits decoded alone, in any chunk, or in one prompt."""
@@ -83,7 +87,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
 @codes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scales", [UNIT_KV_SCALES, KVScales(0.01, 3.0)], ids=["unscaled", "scaled"])
-def test_rope_store(
+def test_rope_and_store_kv_codes_equal_reference(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, scales: KVScales, generator: torch.Generator
 ) -> None:
     """Codes and scales are equal bit for bit, also for zeros, tiny and huge numbers. No other byte changes."""

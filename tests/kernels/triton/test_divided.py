@@ -53,7 +53,9 @@ def check(
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_decodes_and_prompts(device: torch.device, dtype: torch.dtype, ranks: int, fixed: bool) -> None:
+def test_context_parallel_attention_matches_reference(
+    device: torch.device, dtype: torch.dtype, ranks: int, fixed: bool
+) -> None:
     for mix in (DECODE, MIXED):
         check(Divided(ranks, device, fixed=fixed), mix, dtype)
 
@@ -69,12 +71,14 @@ def test_decodes_and_prompts(device: torch.device, dtype: torch.dtype, ranks: in
     ],
     ids=str,
 )
-def test_rules(device: torch.device, rules: dict[str, Any], fixed: bool) -> None:
+def test_context_parallel_windows_and_sinks_match_reference(
+    device: torch.device, rules: dict[str, Any], fixed: bool
+) -> None:
     for mix in (DECODE, MIXED):
         check(Divided(2, device, fixed=fixed), mix, torch.bfloat16, **rules)
 
 
-def test_long_contexts_are_split(device: torch.device) -> None:
+def test_context_parallel_long_contexts_match_reference(device: torch.device) -> None:
     for fixed in (False, True):
         backend = Divided(2, device, fixed=fixed)
         check(backend, [(2100, 1), (3, 1)], torch.bfloat16)
@@ -83,14 +87,14 @@ def test_long_contexts_are_split(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_latents(device: torch.device, fixed: bool) -> None:
+def test_context_parallel_mla_matches_reference(device: torch.device, fixed: bool) -> None:
     for mix in ([(530, 3), (1, 1), (16, 16), (40, 1)], DECODE, [(1100, 1), (5, 1)]):
         check(Divided(2, device, fixed=fixed), mix, torch.bfloat16, dim=48, heads=6, values=32)
 
 
 @pytest.mark.parametrize("values", [None, 32])
 @pytest.mark.parametrize("window", [None, 510])
-def test_fixed_splits_do_not_depend_on_the_batch(
+def test_context_parallel_fixed_split_bits_do_not_depend_on_batch(
     device: torch.device,
     values: int | None,
     window: int | None,
@@ -113,7 +117,9 @@ def test_fixed_splits_do_not_depend_on_the_batch(
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("queries", [1, 20])
-def test_pages_of_codes(device: torch.device, kv_dtype: torch.dtype, queries: int, generator: torch.Generator) -> None:
+def test_context_shards_with_quantized_kv_match_reference(
+    device: torch.device, kv_dtype: torch.dtype, queries: int, generator: torch.Generator
+) -> None:
     """Each rank has its own pages."""
     ranks, tile, dim, pages = 2, 16, 64, 5
     part = random_part(150, queries, 4, 2, dim, torch.bfloat16, generator)
@@ -130,17 +136,17 @@ def test_pages_of_codes(device: torch.device, kv_dtype: torch.dtype, queries: in
         max_query_len=queries,
         max_context_len=150,
     )
-    rule, found = AttentionParams(dim**-0.5, kv_scales=scales), []
+    rule, outputs = AttentionParams(dim**-0.5, kv_scales=scales), []
     judge = ReferenceBackend()
     width = dim + (2 if kv_dtype == torch.int8 else 0)
     for backend, where in ((TritonBackend(), device), (judge, torch.device("cpu"))):
         parts = []
         for rank in range(ranks):
-            own = ContextShard(rank, ranks, tile, remote_slot=pages * tile)
+            shard = ContextShard(rank, ranks, tile, remote_slot=pages * tile)
             caches = [empty_cache((pages + 1, tile, 2, width), kv_dtype) for _ in range(2)]
-            slots = own.slot_mapping(table[0, at // (tile * ranks)].long(), at)
+            slots = shard.slot_mapping(table[0, at // (tile * ranks)].long(), at)
             judge.store_kv(part.k, part.v, *caches, slots, scales)
             there = tuple(each.to(where) for each in caches)
-            parts.append(backend.attend_context_shard(part.q.to(where), there, to_device(step, where), rule, own))
-        found.append(backend.merge_shard_attention(torch.stack(parts), None, torch.bfloat16).cpu())
-    assert error(*found) < TOLERANCE[torch.bfloat16]
+            parts.append(backend.attend_context_shard(part.q.to(where), there, to_device(step, where), rule, shard))
+        outputs.append(backend.merge_shard_attention(torch.stack(parts), None, torch.bfloat16).cpu())
+    assert error(*outputs) < TOLERANCE[torch.bfloat16]

@@ -36,7 +36,7 @@ KINDS = [
     ],
     ids=str,
 )
-def test_tokens_are_those_of_the_reference(
+def test_triton_engine_tokens_equal_reference(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if INTERPRETED:
@@ -48,34 +48,32 @@ def test_tokens_are_those_of_the_reference(
 
     def answers(backend: str) -> list[list[int]]:
         # On a GPU "auto" would choose bfloat16, whose rounding changes tokens.
-        kept = {"num_kv_blocks": 64, "max_num_batched_tokens": 32, "dtype": "float32"}
-        kept["enforce_eager"] = backend == "reference"  # a CUDA graph cannot capture the reference
-        config = EngineConfig(model=str(path), attention_backend=backend, **kept | options)
+        engine_options = {"num_kv_blocks": 64, "max_num_batched_tokens": 32, "dtype": "float32"}
+        engine_options["enforce_eager"] = backend == "reference"  # a CUDA graph cannot capture the reference
+        config = EngineConfig(model=str(path), attention_backend=backend, **engine_options | options)
         asked = zip(prompts, KINDS, strict=True)
         requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
         engine = EngineCore(config)
         held = "quantization" in options and backend == "reference"
         assert ("held in" in engine.info.quantization) == held
-        found = run(engine, requests)
-        return [found[str(i)].ids for i in range(len(prompts))]
+        outputs = run(engine, requests)
+        return [outputs[str(i)].ids for i in range(len(prompts))]
 
     assert answers("triton") == answers("reference")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
-def test_images_are_read_as_the_reference_reads_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_engine_image_tokens_equal_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Image tokens see each other; features enter after the first layers; positions are by row and column."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
         monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_family(tmp_path, name)
-    asked = [about(path, name, "one", 1, max_tokens=3), about(path, name, "two", 2, 3, max_tokens=3)]
+    requests = [about(path, name, "one", 1, max_tokens=3), about(path, name, "two", 2, 3, max_tokens=3)]
 
     def answers(backend: str) -> dict[str, list[int]]:
-        kept = {"num_kv_blocks": 64, "dtype": "float32", "enforce_eager": backend == "reference"}
-        config = EngineConfig(model=str(path), attention_backend=backend, **kept)
-        return {name: each.ids for name, each in run(EngineCore(config), asked).items()}
+        engine_options = {"num_kv_blocks": 64, "dtype": "float32", "enforce_eager": backend == "reference"}
+        config = EngineConfig(model=str(path), attention_backend=backend, **engine_options)
+        return {name: each.ids for name, each in run(EngineCore(config), requests).items()}
 
     assert answers("triton") == answers("reference")

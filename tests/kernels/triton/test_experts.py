@@ -25,7 +25,7 @@ FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The values of MXFP4 codes, doubled."""
 
 
-def moved(given: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def to_device(given: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
@@ -52,28 +52,30 @@ FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("normalized", "clamp"), [(True, CLAMP), (False, None)])
 @pytest.mark.parametrize("rows", [1, 50])
-def test_every_row_is_the_weighed_sum_of_its_experts(
+def test_moe_output_is_weighted_sum_of_experts(
     device: torch.device, dtype: torch.dtype, normalized: bool, clamp: object, rows: int, generator: torch.Generator
 ) -> None:
-    given, x = weights(dtype, generator), torch.randn((rows, HIDDEN), generator=generator).to(dtype)
-    judge = wanted(x, given, normalized=normalized, clamp=clamp)
+    tensors, x = weights(dtype, generator), torch.randn((rows, HIDDEN), generator=generator).to(dtype)
+    judge = wanted(x, tensors, normalized=normalized, clamp=clamp)
     backend = TritonBackend()
-    mixture = backend.make_moe(experts(backend, moved(given, device), normalized=normalized, clamp=clamp))
-    assert isinstance(mixture, GroupedMoE)
-    assert error(mixture(x.to(device)).cpu(), judge) < TOLERANCE[dtype]
+    moe = backend.make_moe(experts(backend, to_device(tensors, device), normalized=normalized, clamp=clamp))
+    assert isinstance(moe, GroupedMoE)
+    assert error(moe(x.to(device)).cpu(), judge) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [3, 90])
-def test_experts_in_few_bits(device: torch.device, form: str, rows: int, generator: torch.Generator) -> None:
-    given, x = weights(torch.bfloat16, generator), torch.randn((rows, HIDDEN), generator=generator).bfloat16()
-    backend, judge = TritonBackend(), dict(given)
+def test_quantized_moe_matches_dequantized_experts(
+    device: torch.device, form: str, rows: int, generator: torch.Generator
+) -> None:
+    tensors, x = weights(torch.bfloat16, generator), torch.randn((rows, HIDDEN), generator=generator).bfloat16()
+    backend, judge = TritonBackend(), dict(tensors)
     for name in ("gate_up", "down"):
-        judge[name] = torch.stack([FORMS[form](each).dequantize() for each in given[name]])
-    mixture = backend.make_moe(experts(backend, moved(given, device), form=FORMS[form]))
-    assert isinstance(mixture, GroupedMoE)
+        judge[name] = torch.stack([FORMS[form](each).dequantize() for each in tensors[name]])
+    moe = backend.make_moe(experts(backend, to_device(tensors, device), form=FORMS[form]))
+    assert isinstance(moe, GroupedMoE)
     expected = wanted(x, judge, normalized=True, clamp=CLAMP)
-    assert error(mixture(x.to(device)).cpu(), expected) < TOLERANCE[torch.bfloat16]
+    assert error(moe(x.to(device)).cpu(), expected) < TOLERANCE[torch.bfloat16]
 
 
 ROUTINGS = [
@@ -86,12 +88,14 @@ ROUTINGS = [
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_every_router(device: torch.device, routing: Routing, generator: torch.Generator) -> None:
-    given, x = weights(torch.float32, generator), torch.randn((20, HIDDEN), generator=generator)
+def test_moe_with_every_routing_matches_reference(
+    device: torch.device, routing: Routing, generator: torch.Generator
+) -> None:
+    tensors, x = weights(torch.float32, generator), torch.randn((20, HIDDEN), generator=generator)
     correction = torch.randn(COUNT, generator=generator) if routing.score_function != "mixer" else None
 
     def mixed(backend: ReferenceBackend, where: torch.device) -> Tensor:
-        of: MoEComponents = experts(backend, moved(given, where))
+        of: MoEComponents = experts(backend, to_device(tensors, where))
         there = None if correction is None else correction.to(where)
         return backend.make_moe(replace(of, routing=routing, score_correction_bias=there))(x.to(where)).cpu()
 
@@ -102,7 +106,9 @@ def test_every_router(device: torch.device, routing: Routing, generator: torch.G
 
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("count", [7, 128])
-def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device, generator: torch.Generator) -> None:
+def test_route_on_device_equals_choose_experts(
+    count: int, corrected: bool, device: torch.device, generator: torch.Generator
+) -> None:
     """The order is that of `choose_experts`: the first of equal scores, each expert once, also if scores are NaN."""
     scores = torch.randn((9, count), generator=generator).mul(4).round().div(4)  # many are equal
     scores[3], scores[4, 2], scores[5] = -torch.inf, torch.inf, 0.0
@@ -124,12 +130,15 @@ def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device
         assert not shares.cpu()[6].isfinite().all()
 
 
-def test_experts_without_gates(device: torch.device, generator: torch.Generator) -> None:
-    given, x = weights(torch.float32, generator), torch.randn((9, HIDDEN), generator=generator)
-    given["gate_up"], given["gate_up_bias"] = given["gate_up"][:, :INNER].contiguous(), given["gate_up_bias"][:, :INNER]
+def test_ungated_moe_matches_reference(device: torch.device, generator: torch.Generator) -> None:
+    tensors, x = weights(torch.float32, generator), torch.randn((9, HIDDEN), generator=generator)
+    tensors["gate_up"], tensors["gate_up_bias"] = (
+        tensors["gate_up"][:, :INNER].contiguous(),
+        tensors["gate_up_bias"][:, :INNER],
+    )
 
     def mixed(backend: ReferenceBackend, where: torch.device) -> Tensor:
-        of = replace(experts(backend, moved(given, where)), activation=Activation("relu2"), clamped_swiglu=None)
+        of = replace(experts(backend, to_device(tensors, where)), activation=Activation("relu2"), clamped_swiglu=None)
         return backend.make_moe(of)(x.to(where)).cpu()
 
     assert (
@@ -137,40 +146,40 @@ def test_experts_without_gates(device: torch.device, generator: torch.Generator)
     )
 
 
-def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(device: torch.device, generator: torch.Generator) -> None:
-    given, x = weights(torch.bfloat16, generator), torch.randn((150, HIDDEN), generator=generator).bfloat16()
+def test_deterministic_moe_row_bits_do_not_depend_on_batch(device: torch.device, generator: torch.Generator) -> None:
+    tensors, x = weights(torch.bfloat16, generator), torch.randn((150, HIDDEN), generator=generator).bfloat16()
     backend = TritonBackend(deterministic=True)
-    mixture, x = backend.make_moe(experts(backend, moved(given, device))), x.to(device)
-    whole = mixture(x)
+    moe, x = backend.make_moe(experts(backend, to_device(tensors, device))), x.to(device)
+    whole = moe(x)
     for rows in ([0], [149], [17, 4], list(range(30, 61))):
-        assert torch.equal(mixture(x[rows]), whole[rows])
+        assert torch.equal(moe(x[rows]), whole[rows])
 
 
-def test_experts_that_nobody_chose_are_not_read(device: torch.device, generator: torch.Generator) -> None:
-    given, x = weights(torch.bfloat16, generator), torch.randn((4, HIDDEN), generator=generator).bfloat16()
-    given["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
+def test_moe_does_not_read_unrouted_experts(device: torch.device, generator: torch.Generator) -> None:
+    tensors, x = weights(torch.bfloat16, generator), torch.randn((4, HIDDEN), generator=generator).bfloat16()
+    tensors["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
     for expert in (1, 3, 5, 6):
-        given["gate_up"][expert] = given["down"][expert] = torch.nan
+        tensors["gate_up"][expert] = tensors["down"][expert] = torch.nan
     backend = TritonBackend()
-    assert backend.make_moe(experts(backend, moved(given, device)))(x.to(device)).isfinite().all()
+    assert backend.make_moe(experts(backend, to_device(tensors, device)))(x.to(device)).isfinite().all()
 
 
 @pytest.mark.parametrize("form", [None, "mxfp4"])
-def test_ranks_that_have_some_experts_give_the_sum_together(
+def test_expert_parallel_moe_outputs_sum_to_whole(
     device: torch.device, form: str | None, generator: torch.Generator
 ) -> None:
     """Each rank's output equals plain PyTorch on its experts. Other experts are not there, so they cannot be read. A
     token without a local expert gets zeros.
     """
-    given, x = weights(torch.float32, generator), torch.randn((60, HIDDEN), generator=generator)
+    tensors, x = weights(torch.float32, generator), torch.randn((60, HIDDEN), generator=generator)
     packed = None if form is None else FORMS[form]
 
     def part(backend: ReferenceBackend, where: torch.device, here: range) -> Tensor:
-        of = experts(backend, moved(given, where), form=packed)
+        of = experts(backend, to_device(tensors, where), form=packed)
         of = replace(of, gate_up=[of.gate_up[each] for each in here], down=[of.down[each] for each in here])
-        mixture = backend.make_moe(replace(of, first_expert=here.start))
-        assert isinstance(mixture, GroupedMoE) == isinstance(backend, TritonBackend)
-        return mixture(x.to(where), x.to(where)).cpu()
+        moe = backend.make_moe(replace(of, first_expert=here.start))
+        assert isinstance(moe, GroupedMoE) == isinstance(backend, TritonBackend)
+        return moe(x.to(where), x.to(where)).cpu()
 
     cpu, everything = torch.device("cpu"), range(COUNT)
     ranks = [range(3), range(3, 6), range(6, COUNT)]
@@ -184,7 +193,7 @@ def test_ranks_that_have_some_experts_give_the_sum_together(
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 4), (700, 8), (1300, 128)])
-def test_rows_are_sorted_and_those_of_an_expert_keep_their_order(
+def test_sort_rows_by_expert_is_stable(
     device: torch.device, tokens: int, count: int, generator: torch.Generator
 ) -> None:
     chosen = torch.randint(0, count, (tokens, 2), generator=generator)

@@ -21,7 +21,9 @@ DTYPES = list(TOLERANCE)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 576), (3, 50), (2, 3, 64), (0, 64)])
-def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_rms_norm_matches_reference(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x, weight = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[-1:], generator=generator)
     got = triton_fused.rms_norm(x.to(device), weight.to(device), 1e-5).cpu()
     assert got.shape == shape
@@ -33,7 +35,7 @@ def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 50)])
-def test_add_rms_norm(
+def test_add_rms_norm_matches_reference(
     device: torch.device, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x, residual = torch.randn((2, *shape), generator=generator).to(dtype)
@@ -47,7 +49,7 @@ def test_add_rms_norm(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 576), (3, 50), (2, 3, 64), (0, 64)])
-def test_layer_norm(
+def test_layer_norm_matches_reference(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """Inputs with a large mean, and the sum of two tensors."""
@@ -68,7 +70,7 @@ def test_layer_norm(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (2, 3, 64), (0, 64)])
-def test_gates(
+def test_silu_and_gelu_mul_match_reference(
     device: torch.device, shape: tuple[int, ...], gate: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x = (torch.randn(shape, generator=generator) * 8).to(dtype)
@@ -78,7 +80,7 @@ def test_gates(
         assert error(got, getattr(reference, gate)(x.double())) < TOLERANCE[dtype]
 
 
-def test_gates_at_the_ends(device: torch.device) -> None:
+def test_silu_mul_handles_extreme_inputs(device: torch.device) -> None:
     gate = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, torch.nan]])
     got = triton_fused.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(device))[0].cpu()
     assert got[:4].tolist() == [0.0, 100.0, float(gate[0, 2]), torch.inf]
@@ -87,7 +89,7 @@ def test_gates_at_the_ends(device: torch.device) -> None:
     assert got[6].isnan()
 
 
-def tables(positions: int, dim: int) -> Tensor:
+def rope_tables(positions: int, dim: int) -> Tensor:
     angles = torch.outer(torch.arange(positions).double(), 10000.0 ** -(torch.arange(0, dim, 2).double() / dim))
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
@@ -95,7 +97,7 @@ def tables(positions: int, dim: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "size"), [(64, 16), (80, 256), (96, 16)])
 @pytest.mark.parametrize(("normed", "rotate"), [("", True), ("qk", True), ("qk", False), ("q", True)])
-def test_rope_store(
+def test_rope_and_store_kv_matches_reference(
     device: torch.device,
     dim: int,
     size: int,
@@ -110,7 +112,7 @@ def test_rope_store(
     k_cache, v_cache, metadata = page(backend, parts)
     qkv = torch.randn((len(metadata.slot_mapping), (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
     norms = [1 + torch.randn(dim, generator=generator) / 4 if name in normed else None for name in "qk"]
-    table = tables(300, dim).float() if rotate else None
+    table = rope_tables(300, dim).float() if rotate else None
 
     def run(module: object, kind: torch.dtype, where: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         caches = [cache.to(where, kind, copy=True) for cache in (k_cache, v_cache)]
@@ -126,14 +128,14 @@ def test_rope_store(
         assert error(got.nan_to_num(0), judge.nan_to_num(0)) < 1.5 * TOLERANCE[dtype]
 
 
-def test_rope_store_by_other_places(device: torch.device, generator: torch.Generator) -> None:
+def test_rope_uses_position_override(device: torch.device, generator: torch.Generator) -> None:
     """Image tokens rotate by their own table row; later tokens by another position than their own."""
     heads, kv_heads, dim = 6, 2, 72
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float32, generator) for c, q in [(1, 1), (40, 40), (300, 2)]]
     k_cache, v_cache, metadata = page(Paged(16, device), parts)
     qkv = torch.randn((len(metadata.slot_mapping), (heads + 2 * kv_heads) * dim), generator=generator)
     turns = torch.randint(0, 60, (len(qkv),), generator=generator)
-    rope, turned = QKNormRopeParams(dim, tables(60, dim).float()), replace(metadata, rope_position_override=turns)
+    rope, turned = QKNormRopeParams(dim, rope_tables(60, dim).float()), replace(metadata, rope_position_override=turns)
     expected = reference.rope_and_store_kv(qkv.double(), rope, k_cache.double(), v_cache.double(), turned)
     there = replace(to_device(turned, device), rope_position_override=turns.to(device))
     found = triton_fused.rope_and_store_kv(
@@ -144,7 +146,9 @@ def test_rope_store_by_other_places(device: torch.device, generator: torch.Gener
 
 @pytest.mark.parametrize("size", [16, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_store_kv(device: torch.device, size: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_store_kv_writes_only_mapped_slots(
+    device: torch.device, size: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     part = random_part(40, 40, 2, 2, 48, dtype, generator)
     k_cache, v_cache, metadata = page(Paged(size, device), [part])
     got = [torch.full_like(cache, torch.nan, device=device) for cache in (k_cache, v_cache)]

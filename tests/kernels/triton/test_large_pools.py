@@ -30,7 +30,7 @@ def _room(device: torch.device) -> None:
         pytest.skip("the GPU has less memory")
 
 
-def behind(small: Tensor) -> tuple[Tensor, int]:
+def at_end_of_large_tensor(small: Tensor) -> tuple[Tensor, int]:
     """`small` at the end of a large tensor, after untouched pages or slots; and the number of these."""
     others = -(-_NUMBERS // small[0].numel())
     large = torch.empty((others + len(small), *small.shape[1:]), dtype=small.dtype, device=small.device)
@@ -38,15 +38,15 @@ def behind(small: Tensor) -> tuple[Tensor, int]:
     return large, others
 
 
-def moved(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetadata:
-    parts = tuple(moved(each, pages, size) for each in metadata.decode_prefill_parts)
+def shift_blocks(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetadata:
+    parts = tuple(shift_blocks(each, pages, size) for each in metadata.decode_prefill_parts)
     table, slots = metadata.block_table + pages, metadata.slot_mapping + pages * size
     return replace(metadata, block_table=table, slot_mapping=slots, decode_prefill_parts=parts)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("size", [16, 256])
-def test_keys_and_values(
+def test_attention_works_beyond_2_31_elements(
     device: torch.device, size: int, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
     backend, paged = TritonBackend(), ReferenceBackend()  # the test fills pages on the CPU
@@ -56,19 +56,19 @@ def test_keys_and_values(
     metadata, k_cache, v_cache = to_device(metadata, device), k_cache.to(device), v_cache.to(device)
     qkv = torch.randn((sum(count for _, count in CONTEXTS), 8 * 64), generator=generator).bfloat16().to(device)
 
-    def computed(k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def compute(k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         q = backend.rope_and_store_kv(qkv.clone(), QKNormRopeParams(64, None), k_cache, v_cache, metadata)
         return backend.paged_attention(q, k_cache, v_cache, metadata, AttentionParams(0.125, None))
 
-    (far_k, pages), (far_v, _) = behind(k_cache), behind(v_cache)
-    found = computed(far_k, far_v, moved(metadata, pages, size))
-    assert torch.equal(found, computed(k_cache, v_cache, metadata))
-    assert found.isfinite().all()
+    (far_k, pages), (far_v, _) = at_end_of_large_tensor(k_cache), at_end_of_large_tensor(v_cache)
+    output = compute(far_k, far_v, shift_blocks(metadata, pages, size))
+    assert torch.equal(output, compute(k_cache, v_cache, metadata))
+    assert output.isfinite().all()
     for far, small in ((far_k, k_cache), (far_v, v_cache)):
         assert torch.equal(far[pages:].view(torch.uint8), small.view(torch.uint8))
 
 
-def test_latents(device: torch.device, generator: torch.Generator) -> None:
+def test_mla_works_beyond_2_31_elements(device: torch.device, generator: torch.Generator) -> None:
     backend, context = TritonBackend(), 40
     cache = torch.randn((3, 16, 1, 128 + 64), generator=generator).bfloat16().to(device)
     turns = torch.randn((64, 64), generator=generator).to(device)
@@ -80,16 +80,16 @@ def test_latents(device: torch.device, generator: torch.Generator) -> None:
     metadata = AttentionMetadata(one, one[1:] * context, one * context, table, at, 16 + at % 16, 1, context)
     metadata = to_device(metadata, device)
 
-    def computed(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def compute(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         q = backend.rope_and_store_latent_kv(query.clone(), kv, latent, cache, metadata)
         return backend.paged_attention(q, cache, cache, metadata, AttentionParams(0.1, value_dim=128))
 
-    far, pages = behind(cache)
-    assert torch.equal(computed(far, moved(metadata, pages, 16)), computed(cache, metadata))
+    far, pages = at_end_of_large_tensor(cache)
+    assert torch.equal(compute(far, shift_blocks(metadata, pages, 16)), compute(cache, metadata))
     assert torch.equal(far[pages:], cache)
 
 
-def test_columns_of_convolutions(device: torch.device, generator: torch.Generator) -> None:
+def test_short_conv_states_work_beyond_2_31_elements(device: torch.device, generator: torch.Generator) -> None:
     channels, tokens = 64, 20
     weight = torch.randn((3, channels), generator=generator).to(device)
     recent = torch.randn((3, 10, channels), generator=generator).bfloat16().to(device)
@@ -99,12 +99,12 @@ def test_columns_of_convolutions(device: torch.device, generator: torch.Generato
     metadata = AttentionMetadata(starts, starts[1:] + 5, starts, torch.zeros((1, 2), dtype=torch.int32), at, at, 20, 25)
     metadata = replace(to_device(metadata, device), state_slots=torch.tensor([1], device=device))
 
-    def computed(recent: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def compute(recent: Tensor, metadata: AttentionMetadata) -> Tensor:
         conv = ShortConv(weight, None, is_gated=False)
         return TritonBackend().short_conv(x, conv, ConvStates(None, 16, recent), metadata)
 
-    far, slots = behind(recent)
+    far, slots = at_end_of_large_tensor(recent)
     assert metadata.state_slots is not None
-    found = computed(far, replace(metadata, state_slots=metadata.state_slots + slots))
-    assert torch.equal(found, computed(recent, metadata))
+    output = compute(far, replace(metadata, state_slots=metadata.state_slots + slots))
+    assert torch.equal(output, compute(recent, metadata))
     assert torch.equal(far[slots:], recent)

@@ -40,7 +40,7 @@ def attended(
     return list(out.cpu().split([len(part.q) for part in parts]))
 
 
-def made(size: int, *, fixed: bool = False) -> TritonBackend:
+def make_backend(size: int, *, fixed: bool = False) -> TritonBackend:
     backend = TritonBackend(deterministic=fixed)
     backend.block_size = size
     return backend
@@ -49,7 +49,7 @@ def made(size: int, *, fixed: bool = False) -> TritonBackend:
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("latent", "rotated", "heads", "size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decodes_and_chunks(
+def test_mla_attention_matches_reference(
     device: torch.device,
     dtype: torch.dtype,
     latent: int,
@@ -63,40 +63,42 @@ def test_decodes_and_chunks(
     parts = [random_part(context, count, heads, 1, latent + rotated, dtype, generator) for context, count in mix]
     ones = [part.rows(len(part.q) - 1, len(part.q)) for part in parts]
     for given in (parts, ones, sorted(parts, key=lambda part: len(part.q))):
-        for part, out in zip(given, attended(made(size, fixed=fixed), given, latent, device), strict=True):
+        for part, out in zip(given, attended(make_backend(size, fixed=fixed), given, latent, device), strict=True):
             assert out.shape == (*part.q.shape[:2], latent)
             assert error(out, expected(part, latent, 0.1)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("heads", [20, 40])
-def test_tiles_of_hopper(
+def test_mla_attention_with_hopper_tiles_matches_reference(
     device: torch.device, heads: int, fixed: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(absorbed_attention, "is_hopper", lambda device: True)
     parts = [random_part(context, count, heads, 1, 48, torch.bfloat16, generator) for context, count in MIX]
     ones = [part.rows(len(part.q) - 1, len(part.q)) for part in parts]
     for given in (parts, ones):
-        for part, out in zip(given, attended(made(16, fixed=fixed), given, 32, device), strict=True):
+        for part, out in zip(given, attended(make_backend(16, fixed=fixed), given, 32, device), strict=True):
             assert error(out, expected(part, 32, 0.1)) < TOLERANCE[torch.bfloat16]
 
 
-def test_many_splits(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mla_attention_with_many_splits_matches_reference(
+    device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_launch_sizes, "num_multiprocessors", lambda device: 132)
     parts = [random_part(context, 1, 2, 1, 48, torch.float32, generator) for context in (3000, 70)]
-    for part, out in zip(parts, attended(made(16), parts, 32, device), strict=True):
+    for part, out in zip(parts, attended(make_backend(16), parts, 32, device), strict=True):
         assert error(out, expected(part, 32, 0.1)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pages_of_codes(
+def test_mla_attention_on_quantized_kv_matches_reference(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     parts = [random_part(context, count, 5, 1, 48, dtype, generator) for context, count in MIX]
     scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
     given = {"kv_dtype": kv_dtype, "scales": scales}
-    found = attended(made(16), parts, 32, device, **given)
+    found = attended(make_backend(16), parts, 32, device, **given)
     judge = attended(ReferenceBackend(), [part.to(torch.float64) for part in parts], 32, torch.device("cpu"), **given)
     for out, wanted in zip(found, judge, strict=True):
         assert error(out, wanted) < TOLERANCE[dtype]
@@ -104,7 +106,7 @@ def test_pages_of_codes(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [2, 6, 18])
-def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
+def test_deterministic_mla_row_bits_do_not_depend_on_batch(
     device: torch.device,
     dtype: torch.dtype,
     heads: int,
@@ -116,7 +118,7 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
     """
     if heads == 18:
         monkeypatch.setattr(absorbed_attention, "is_hopper", lambda device: True)
-    backend = made(16, fixed=True)
+    backend = make_backend(16, fixed=True)
     part = random_part(520, 18, heads, 1, 40, dtype, generator)
     (whole,) = attended(backend, [part], 32, device)
     other = random_part(20, 1, heads, 1, 40, dtype, generator)
@@ -128,7 +130,7 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
     assert torch.equal(attended(backend, [other, part], 32, device)[1], whole)
 
 
-def of_tokens(
+def make_latent_params(
     size: int, rotated: int, neighbours: bool, generator: torch.Generator, device: torch.device
 ) -> LatentNormRopeParams:
     angles = torch.rand((40, rotated // 2), generator=generator)
@@ -140,7 +142,7 @@ def of_tokens(
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize(("size", "rotated"), [(512, 64), (30, 6)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_stored_is_the_references(
+def test_stored_latent_kv_matches_reference(
     device: torch.device,
     dtype: torch.dtype,
     size: int,
@@ -149,7 +151,7 @@ def test_what_is_stored_is_the_references(
     kv_dtype: torch.dtype | None,
     generator: torch.Generator,
 ) -> None:
-    latent = of_tokens(size, rotated, neighbours, generator, torch.device("cpu"))
+    latent = make_latent_params(size, rotated, neighbours, generator, torch.device("cpu"))
     latent = replace(latent, kv_scales=KVScales(0.5) if kv_dtype == torch.float8_e4m3fn else UNIT_KV_SCALES)
     there = replace(latent, norm_weight=latent.norm_weight.to(device), cos_sin=latent.cos_sin.to(device))
     q, kv = torch.randn((5, 3 * (size + rotated)), generator=generator), torch.randn(5, size + rotated)
@@ -174,7 +176,7 @@ def test_what_is_stored_is_the_references(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("blocks", "inner", "outs", "passed"), [(3, 24, 30, 6), (2, 128, 200, 64), (2, 70, 16, 0)])
-def test_blocks(
+def test_per_head_linear_matches_float64(
     device: torch.device,
     dtype: torch.dtype,
     blocks: int,
@@ -198,13 +200,13 @@ def test_blocks(
 
 
 @pytest.mark.parametrize(("plain", "rotated", "value"), [(24, 8, 20), (16, 16, 32)])
-def test_expanding_gives_what_absorbing_gives(
+def test_expanded_mla_matches_absorbed_mla(
     device: torch.device, plain: int, rotated: int, value: int, generator: torch.Generator
 ) -> None:
     """Both parts of a key together or apart."""
     heads, size = 3, 40
     backend, lengths = TritonBackend(), (37, 5, 16, 1, 39)
-    latent = of_tokens(size, rotated, True, generator, device)
+    latent = make_latent_params(size, rotated, True, generator, device)
     absorb = torch.randn((heads, size, plain), generator=generator) * plain**-0.5
     expand = torch.randn((heads, value, size), generator=generator) * size**-0.5
     q = torch.randn((sum(lengths), heads * (plain + rotated)), generator=generator).to(device)

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inner", "outs"), [(64, 64), (200, 130), (30, 7)])
-def test_linear(
+def test_deterministic_linear_matches_float64(
     inner: int, outs: int, biased: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(device, dtype) for s in ((outs, inner), (outs,)))
@@ -30,7 +30,7 @@ def test_linear(
             assert rows == 0 or error(got.cpu(), expected.cpu()) < TOLERANCE[dtype]
 
 
-def test_many_outputs(device: torch.device, generator: torch.Generator) -> None:
+def test_linear_with_many_outputs_matches_float64(device: torch.device, generator: torch.Generator) -> None:
     weight = torch.randn((8200, 64), generator=generator).to(device)
     x = torch.randn((3, 64), generator=generator).to(device)
     expected = F.linear(x.double(), weight.double())
@@ -38,7 +38,7 @@ def test_many_outputs(device: torch.device, generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_a_row_has_the_same_bits_in_every_batch(
+def test_deterministic_linear_row_bits_do_not_depend_on_batch(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     weight = torch.randn((130, 200), generator=generator).to(device, dtype)

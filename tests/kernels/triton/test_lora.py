@@ -24,14 +24,14 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 def deltas(rank: int, inner: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraDelta]:
     """Deltas of the first and the last part; the middle part has none."""
-    found = []
+    lora_deltas = []
     for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
         down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, inner), (outs, rank)))
-        found.append(LoraDelta(first, down.to(dtype), up.to(dtype)))
-    return found
+        lora_deltas.append(LoraDelta(first, down.to(dtype), up.to(dtype)))
+    return lora_deltas
 
 
-class Made:
+class LoraFixture:
     def __init__(
         self,
         inner: int,
@@ -63,49 +63,53 @@ class Made:
         return torch.stack(out)
 
 
-def of(adapters: Tensor) -> LinearContext:
+def lora_context(adapters: Tensor) -> LinearContext:
     return LinearContext(adapters, torch.argsort(adapters, stable=True))
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [*((dtype, False) for dtype in TOLERANCE), (torch.bfloat16, True)])
 @pytest.mark.parametrize("inner", [70, 64])
-def test_merged(inner: int, dtype: torch.dtype, wide: bool, device: torch.device, generator: torch.Generator) -> None:
-    made = Made(inner, dtype, device, generator, wide=wide)
+def test_linear_with_lora_matches_merged_weights(
+    inner: int, dtype: torch.dtype, wide: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    fixture = LoraFixture(inner, dtype, device, generator, wide=wide)
     x = torch.randn((53, inner), generator=generator).to(device, dtype)
     adapters = torch.randint(0, SLOTS + 1, (53,), generator=generator).to(device)
-    got = made.linear(x, of(adapters))
+    got = fixture.linear(x, lora_context(adapters))
     assert got.dtype == (torch.float32 if wide else dtype)
-    assert error(got.cpu(), made.expected(x, adapters)) < TOLERANCE[dtype]
+    assert error(got.cpu(), fixture.expected(x, adapters)) < TOLERANCE[dtype]
 
 
-def test_split_inputs(device: torch.device, generator: torch.Generator) -> None:
+def test_lora_with_split_inputs_matches_merged_weights(device: torch.device, generator: torch.Generator) -> None:
     """Partial sums over 64 inputs, the last over fewer."""
-    made = Made(200, torch.float32, device, generator, split=64)
+    fixture = LoraFixture(200, torch.float32, device, generator, split=64)
     x = torch.randn((9, 200), generator=generator).to(device)
     adapters = torch.tensor([4, 1, 0, 2, 2, 6, 3, 5, 4], device=device)
-    assert error(made.linear(x, of(adapters)).cpu(), made.expected(x, adapters)) < 3e-6
+    assert error(fixture.linear(x, lora_context(adapters)).cpu(), fixture.expected(x, adapters)) < 3e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_alone(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_lora_row_bits_do_not_depend_on_batch(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     """Compares a batch, another order, and each row alone. Rows without an adapter equal the plain linear."""
-    made = Made(70, dtype, device, generator)
+    fixture = LoraFixture(70, dtype, device, generator)
     x = torch.randn((19, 70), generator=generator).to(device, dtype)
     adapters = torch.randint(0, SLOTS + 1, (19,), generator=generator).to(device)
-    alone = torch.cat([made.linear(x[i : i + 1], of(adapters[i : i + 1])) for i in range(19)])
+    alone = torch.cat([fixture.linear(x[i : i + 1], lora_context(adapters[i : i + 1])) for i in range(19)])
     order = torch.randperm(19, generator=generator).to(device)
-    assert torch.equal(made.linear(x, of(adapters)), alone)
-    assert torch.equal(made.linear(x[order], of(adapters[order])), alone[order])
-    plain = made.plain(x, NO_ADAPTERS)
+    assert torch.equal(fixture.linear(x, lora_context(adapters)), alone)
+    assert torch.equal(fixture.linear(x[order], lora_context(adapters[order])), alone[order])
+    plain = fixture.plain(x, NO_ADAPTERS)
     none = (adapters == 0) | (adapters == SLOTS)
     assert none.any()
     assert torch.equal(alone[none], plain[none])
     assert not torch.equal(alone, plain)
-    assert torch.equal(made.linear(x, NO_ADAPTERS), plain)
-    assert made.linear(x[:0], of(adapters[:0])).shape == (0, sum(PARTS))
+    assert torch.equal(fixture.linear(x, NO_ADAPTERS), plain)
+    assert fixture.linear(x[:0], lora_context(adapters[:0])).shape == (0, sum(PARTS))
 
 
-def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.Generator) -> None:
+def test_lora_serves_different_adapter_per_row(device: torch.device, generator: torch.Generator) -> None:
     """There are more adapters than a tile has rows."""
     inner, count = 32, 20
     weight = torch.randn((48, inner), generator=generator).to(device)
@@ -120,19 +124,19 @@ def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.
     x = torch.randn((len(adapters), inner), generator=generator)
     merged = [weight.cpu().double(), *(weight.cpu().double() + up.double() @ down.double() for down, up in halves)]
     expected = torch.stack([merged[slot] @ row for slot, row in zip(adapters.tolist(), x.double(), strict=True)])
-    assert error(linear(x.to(device), of(adapters.to(device))).cpu(), expected) < 3e-6
+    assert error(linear(x.to(device), lora_context(adapters.to(device))).cpu(), expected) < 3e-6
 
 
-def test_slots_are_filled_again(device: torch.device, generator: torch.Generator) -> None:
+def test_adapter_slots_are_reusable(device: torch.device, generator: torch.Generator) -> None:
     """A larger rank, a smaller one and none replace other adapters; nothing of the replaced ones remains."""
-    made = Made(70, torch.float32, device, generator)
+    fixture = LoraFixture(70, torch.float32, device, generator)
     x = torch.randn((5, 70), generator=generator).to(device)
     for slot, other in ((1, 3), (5, 1)):
-        made.linear.put_adapter(slot, made.linear.pack_one_adapter(made.deltas[other]))
-    made.linear.put_adapter(2, None)
-    made.linear.put_adapter(3, made.linear.pack_one_adapter(made.deltas[2][1:]))
-    got = made.linear(x, of(torch.tensor([1, 2, 5, 3, 0], device=device))).cpu()
-    assert error(got[:3], made.expected(x[:3], torch.tensor([4, 0, 2]))) < 3e-6
-    plain = F.linear(x[3], made.weight).cpu()
+        fixture.linear.put_adapter(slot, fixture.linear.pack_one_adapter(fixture.deltas[other]))
+    fixture.linear.put_adapter(2, None)
+    fixture.linear.put_adapter(3, fixture.linear.pack_one_adapter(fixture.deltas[2][1:]))
+    got = fixture.linear(x, lora_context(torch.tensor([1, 2, 5, 3, 0], device=device))).cpu()
+    assert error(got[:3], fixture.expected(x[:3], torch.tensor([4, 0, 2]))) < 3e-6
+    plain = F.linear(x[3], fixture.weight).cpu()
     assert torch.allclose(got[3, : PARTS[0]], plain[: PARTS[0]], atol=1e-4), "the first part has none any more"
     assert not torch.allclose(got[3, -PARTS[2] :], plain[-PARTS[2] :], atol=1e-4)

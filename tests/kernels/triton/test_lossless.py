@@ -31,7 +31,7 @@ def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tenso
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "falcon_mamba", "deepseek_v2-dense"])
-def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
+def test_tokens_do_not_depend_on_batch_chunks_cache_or_drafts(
     family: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with each request alone and uncached. graphs: decodes and drafts are rows of one token each, as in CUDA
@@ -48,25 +48,25 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
     generator = torch.Generator().manual_seed(7)
     shared = torch.randint(3, VOCAB, (37,), generator=generator).tolist()
     prompts = [[*shared[:33], 9, 10], [5, 6, 7], shared]
-    asked = [request(str(i), prompt, seed=i, max_tokens=7, temperature=0.0) for i, prompt in enumerate(prompts)]
+    requests = [request(str(i), prompt, seed=i, max_tokens=7, temperature=0.0) for i, prompt in enumerate(prompts)]
     alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
-    wanted = [run(alone, [each])[each.id].ids for each in asked]
+    expected = [run(alone, [each])[each.id].ids for each in requests]
     if graphs:
         monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: run_again)
         monkeypatch.setattr(prompt_graphs, "MIXED_GRAPH_PREFILL_SIZES", (32,))
-    made = EngineCore(
+    engine = EngineCore(
         EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options),
         make_drafter=lambda *_: AdaptiveLengthDrafter(Garbage(random.Random(3)), 8, CHEAP),
     )
     for _ in range(2):
-        found = run(made, asked)
-        assert [found[each.id].ids for each in asked] == wanted
-    assert made.engine_stats.prefix_hits > 0
-    assert made.engine_stats.draft_tokens > 0
+        outputs = run(engine, requests)
+        assert [outputs[each.id].ids for each in requests] == expected
+    assert engine.engine_stats.prefix_hits > 0
+    assert engine.engine_stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gpt_oss", "gemma2"])
-def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
+def test_mixed_batch_graph_tokens_equal_single_request(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graphs pad steps with extra rows and sequences."""
@@ -80,14 +80,19 @@ def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
     options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
     generator = torch.Generator().manual_seed(7)
     shared = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (19, 3, 24)]
-    asked = [request(str(i), prompt, seed=i, max_tokens=4, temperature=0.0) for i, prompt in enumerate(shared)]
+    requests = [request(str(i), prompt, seed=i, max_tokens=4, temperature=0.0) for i, prompt in enumerate(shared)]
     alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
-    wanted = [run(alone, [each])[each.id].ids for each in asked]
+    expected = [run(alone, [each])[each.id].ids for each in requests]
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: run_again)
     monkeypatch.setattr(prompt_graphs, "MIXED_GRAPH_PREFILL_SIZES", (16,))
-    kept = {"num_kv_blocks": 40, "warmup_seconds": 0, "max_num_batched_tokens": 10, "enable_prefix_caching": False}
-    made = EngineCore(EngineConfig(**kept, **options))
+    engine_options = {
+        "num_kv_blocks": 40,
+        "warmup_seconds": 0,
+        "max_num_batched_tokens": 10,
+        "enable_prefix_caching": False,
+    }
+    engine = EngineCore(EngineConfig(**engine_options, **options))
     for _ in range(2):
-        found = run(made, asked)
-        assert [found[each.id].ids for each in asked] == wanted
-    assert made.engine_stats.captured_prompt_steps > 2
+        outputs = run(engine, requests)
+        assert [outputs[each.id].ids for each in requests] == expected
+    assert engine.engine_stats.captured_prompt_steps > 2

@@ -111,7 +111,7 @@ def ranks(count: int, most_looks: int = 10**9) -> list[OneShotAllReduce]:
     return [OneShotAllReduce(rank, memory, torch.zeros(2, dtype=torch.int32), most_looks) for rank in range(count)]
 
 
-def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
+def run_in_turns(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
     """The result of each function, each run in a thread. Threads that do no work are dead ranks."""
     with at_once(seed, len(work)) as turns:
 
@@ -130,12 +130,12 @@ def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
                 wait(asked)
 
             around[(1,)](launch)
-            found = [each.result() for each in asked]
+            results = [each.result() for each in asked]
     assert len(work) == 1 or turns.switches > 10
-    return found
+    return results
 
 
-def in_order(parts: list[Tensor]) -> Tensor:
+def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
     """DistributedCollective adds in this order with --deterministic."""
     total = parts[0].float()
     for part in parts[1:]:
@@ -145,34 +145,34 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_sums_have_the_bits_of_numbers_that_are_added_in_order(count: int, seed: int) -> None:
+def test_one_shot_all_reduce_equals_sum_in_rank_order(count: int, seed: int) -> None:
     """Sums of one element up to several programs' parts follow one another, so that fewer or more programs reuse a
     place. Negative zeros stay.
     """
     made, rng = ranks(count), random.Random(seed)
     sizes = [rng.choice((1, 7, 2048, 2049, 5000)) for _ in range(6)]
     generator = torch.Generator().manual_seed(seed)
-    asked = []
+    inputs = []
     for size in sizes:
         parts = [torch.randn(size, generator=generator).to(rng.choice(DTYPES)) * 100 for _ in range(count)]
         parts = [part.to(parts[0].dtype) for part in parts]
         for part in parts:
             part[0] = -0.0
-        asked.append(parts)
+        inputs.append(parts)
 
     def of(rank: int) -> list[Tensor]:
-        return [made[rank].all_reduce(parts[rank].view(1, -1)).view(-1) for parts in asked]
+        return [made[rank].all_reduce(parts[rank].view(1, -1)).view(-1) for parts in inputs]
 
-    found = together(seed, [lambda rank=rank: of(rank) for rank in range(count)])
-    for number, parts in enumerate(asked):
-        wanted = in_order(parts)
-        for own in found:
-            assert torch.equal(own[number].view(torch.uint8), wanted.view(torch.uint8))
+    results = run_in_turns(seed, [lambda rank=rank: of(rank) for rank in range(count)])
+    for number, parts in enumerate(inputs):
+        expected = sum_in_rank_order(parts)
+        for rank_sums in results:
+            assert torch.equal(rank_sums[number].view(torch.uint8), expected.view(torch.uint8))
     for each in made:
         each.raise_if_failed()
 
 
-def test_what_it_takes() -> None:
+def test_can_reduce_accepts_only_small_float_tensors() -> None:
     (made,) = ranks(1)
     assert made.can_reduce(torch.zeros(MAX_ELEMENTS))
     assert not made.can_reduce(torch.zeros(MAX_ELEMENTS + 1))
@@ -183,13 +183,13 @@ def test_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "looked often enough"])
-def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
+def test_one_shot_all_reduce_gives_up_on_dead_rank(how: str) -> None:
     """The other ranks' kernels end, report it, and announce no later sum. Earlier sums stay right."""
     made = ranks(3, 10**9 if how == "stopped" else 2000)
     x = torch.randn(5000)
 
     def alive(rank: int) -> None:
-        assert torch.equal(made[rank].all_reduce(x), in_order([x, x, x]))
+        assert torch.equal(made[rank].all_reduce(x), sum_in_rank_order([x, x, x]))
         made[rank].all_reduce(x)  # the last rank never joins this sum
         with pytest.raises(RankEnded, match="given up"):
             made[rank].raise_if_failed()
@@ -201,13 +201,13 @@ def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
             for each in made[:2]:
                 each.stop_waiting()
 
-    together(5, [lambda: alive(0), lambda: alive(1), dies])
+    run_in_turns(5, [lambda: alive(0), lambda: alive(1), dies])
     told = made[2].rank_memories[2][: 8 * NUM_PROGRAMS * 3].view(torch.int64).view(NUM_PROGRAMS, 3)
     assert told[:, 2].max() == 1
     assert told[:, :2].max() == 2, "of the sum that was given up, and of none after it"
 
 
-def test_one_that_comes_late_finds_no_numbers() -> None:
+def test_late_rank_fails_after_peer_gave_up() -> None:
     """A rank that gave up stays silent, because no other rank may add what it computes from then on."""
     made = ranks(2, 300)
     x = torch.ones(10)
@@ -222,7 +222,7 @@ def test_one_that_comes_late_finds_no_numbers() -> None:
         made[1].raise_if_failed()
 
 
-class Done:
+class FinishedEvent:
     """Stands for torch.cuda.Event."""
 
     def record(self) -> None:
@@ -232,7 +232,7 @@ class Done:
         return True
 
 
-class Memories:
+class SharedStorages:
     """Stands for torch.UntypedStorage: storages on the CPU whose handles are numbers."""
 
     def __init__(self, fails: str = "") -> None:
@@ -258,12 +258,12 @@ class Memories:
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the memory of connecting ranks on the CPU."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", Done)
+    monkeypatch.setattr(torch.cuda, "Event", FinishedEvent)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **named: zeros(*size, **named))
 
 
-def met(memories: Memories) -> list[Any]:
+def connect_two_ranks(memories: SharedStorages) -> list[Any]:
     """Connect two ranks. They wait for each other at the store, so they take no turns and try no sums."""
     store, device = dist.HashStore(), torch.device("cpu")
     with ThreadPoolExecutor(2) as pool:
@@ -273,31 +273,31 @@ def met(memories: Memories) -> list[Any]:
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_ranks_meet() -> None:
+def test_connect_one_shot_shares_rank_memory() -> None:
     """Ranks use one-shot sums only if the sums of all ranks are right."""
-    memories = Memories()
-    made = met(memories)
+    memories = SharedStorages()
+    made = connect_two_ranks(memories)
     assert len(memories.shared) == 2
     assert [each.rank_memories[0].data_ptr() for each in made if each] == [made[0].rank_memories[0].data_ptr()] * 2
     x = torch.ones(9)
-    assert [each.tolist() for each in together(1, [lambda: made[0].all_reduce(x), lambda: made[1].all_reduce(x)])] == [
-        [2.0] * 9
-    ] * 2
+    assert [
+        each.tolist() for each in run_in_turns(1, [lambda: made[0].all_reduce(x), lambda: made[1].all_reduce(x)])
+    ] == [[2.0] * 9] * 2
 
 
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("fails", ["sharing", "opening"])
-def test_ranks_that_cannot_reach_each_other(fails: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_connect_one_shot_returns_none_when_peer_access_fails(fails: str, caplog: pytest.LogCaptureFixture) -> None:
     """One rank fails, and none uses one-shot sums. Each logs the reason."""
-    assert met(Memories(fails)) == [None, None]
+    assert connect_two_ranks(SharedStorages(fails)) == [None, None]
     assert "NCCL alone: RuntimeError: peer access is not supported" in caplog.text
     assert "cannot reach all others" in caplog.text
 
 
 @pytest.mark.parametrize("fault", [None, "wrong", "silent"])
-def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_all_reduce_detects_wrong_or_missing_sums(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks verify at once."""
-    monkeypatch.setattr(torch.cuda, "Event", Done)
+    monkeypatch.setattr(torch.cuda, "Event", FinishedEvent)
     made = ranks(2)
     if fault == "wrong":
         launched = OneShotAllReduce.all_reduce
@@ -313,15 +313,15 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
             return str(error)
         return "right"
 
-    wanted = {
+    expected = {
         None: ["right", "right"],
         "wrong": ["an all-reduce did not finish", "an all-reduce gave a wrong result"],
         "silent": ["an all-reduce did not finish", ""],
     }
-    assert together(2, [lambda: tried(0), lambda: tried(1)]) == wanted[fault]
+    assert run_in_turns(2, [lambda: tried(0), lambda: tried(1)]) == expected[fault]
 
 
-def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_all_reduce_gives_up_within_60_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose verification fails must reach the store within the minute that the others wait there, however slow
     sums are.
     """
@@ -335,7 +335,7 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
         begun[0] = clock[0]
         return x
 
-    class Late(Done):
+    class Late(FinishedEvent):
         def query(self) -> bool:
             return bool(made.host_flags[0]) or clock[0] > begun[0] + 25
 
@@ -348,7 +348,7 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
     assert clock[0] < 60
 
 
-class NoGroup:
+class NullProcessGroup:
     """Sums nothing."""
 
     aborted = False
@@ -357,9 +357,9 @@ class NoGroup:
         self.aborted = True
 
 
-def test_behind_the_ranks_interface() -> None:
+def test_collective_uses_one_shot_for_small_tensors() -> None:
     """Used with --deterministic too. abort_collectives of the collective ends it."""
-    made, groups = ranks(2), [NoGroup(), NoGroup()]
+    made, groups = ranks(2), [NullProcessGroup(), NullProcessGroup()]
     both = [
         DistributedCollective(
             lambda rank=rank: groups[rank], rank, 2, in_order=False, make_small_all_reduce=lambda rank=rank: made[rank]
@@ -367,9 +367,9 @@ def test_behind_the_ranks_interface() -> None:
         for rank in range(2)
     ]
     x = torch.randn(3, 11)
-    found = together(4, [lambda each=each: each.all_reduce(x) for each in both])
-    assert torch.equal(found[0], x + x)
-    assert torch.equal(found[1], x + x)
+    results = run_in_turns(4, [lambda each=each: each.all_reduce(x) for each in both])
+    assert torch.equal(results[0], x + x)
+    assert torch.equal(results[1], x + x)
     with pytest.raises(AttributeError, match="allreduce"):
         both[0].all_reduce(torch.zeros(MAX_ELEMENTS + 1))
     both[0].abort_collectives()

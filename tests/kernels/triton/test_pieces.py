@@ -30,12 +30,12 @@ are up to 1.1e-4 of the largest result away from float64's.
 PIECED = ["delta", "space", *slow("delta of Qwen3.5", "space of Granite, without a norm", "space, normed first")]
 
 
-def near(got: Tensor, wanted: Tensor) -> bool:
+def states_are_close(got: Tensor, wanted: Tensor) -> bool:
     return bool((got.cpu() - wanted.cpu()).abs().max() < NEAR * wanted.abs().max())
 
 
 @pytest.mark.parametrize("kind", PIECED)
-def test_long_prompts_beside_short_ones(device: torch.device, kind: str) -> None:
+def test_chunked_recurrence_of_mixed_lengths_matches_reference(device: torch.device, kind: str) -> None:
     """Whole prompts and chunks, with empty sequences among them, as mixed-batch graphs have."""
     generator, (made, expected) = torch.Generator().manual_seed(4), KINDS[kind]
     shape, cuts = (
@@ -50,19 +50,19 @@ def test_long_prompts_beside_short_ones(device: torch.device, kind: str) -> None
     states = []
     for backend, there in ((TritonBackend(), device), (ReferenceBackend(), torch.device("cpu"))):
         kept = Kept(backend, on(shape, there), torch.bfloat16, device=there)
-        found = [Tensor()] * len(numbers)
+        outputs = [Tensor()] * len(numbers)
         for before, after in pairwise(cuts):
             ends = enumerate(zip(before, after, strict=True))
             rows = [Row(numbers[at][:end], first, first, end, at) for at, (first, end) in ends]
-            found = [torch.cat(pair) for pair in zip(found, kept.step(rows), strict=True)]
-        for at, each in enumerate(found):
+            outputs = [torch.cat(pair) for pair in zip(outputs, kept.step(rows), strict=True)]
+        for at, each in enumerate(outputs):
             assert error(each, expected(shape, numbers[at])) < TOLERANCE[torch.bfloat16]
         states.append(kept.states.matrices[: len(numbers)])
-    assert near(*states)
+    assert states_are_close(*states)
 
 
 @pytest.mark.parametrize("decays", [False, True])
-def test_keys_that_are_alike(device: torch.device, decays: bool) -> None:
+def test_chunked_delta_rule_is_stable_for_repeated_keys(device: torch.device, decays: bool) -> None:
     """A repeated token whose beta is nearly 1: powers of the triangular matrix would grow."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["delta"][0](generator)
@@ -78,40 +78,40 @@ def test_keys_that_are_alike(device: torch.device, decays: bool) -> None:
         kept = Kept(backend, on(shape, there), torch.bfloat16, device=there)
         kept.step([Row(numbers, 0, 0, len(numbers), 2)])
         states.append(kept.states.matrices[2])
-    assert near(*states)
+    assert states_are_close(*states)
 
 
-def test_sequences_with_guesses_go_token_by_token(device: torch.device) -> None:
+def test_sequences_with_drafts_use_stepwise_recurrence(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["delta"][0](generator)
     numbers = [given(shape, length, generator, torch.bfloat16) for length in (50, 45)]
-    found = []
+    outputs = []
     for backend in (TritonBackend(), TritonBackend(deterministic=True)):
         kept = Kept(backend, on(shape, device), torch.bfloat16, 3, device)
         kept.step([Row(numbers[0][:10], 0, 0, 8, 0), Row(numbers[1][:5], 0, 0, 5, 1)])
         rows = [Row(numbers[0], 10, 8, 50, 0), Row(numbers[1], 5, 5, 43, 1)]
-        found.append([*kept.step(rows), kept.states.matrices[:2]])
-    for got, wanted in zip(*found, strict=True):
+        outputs.append([*kept.step(rows), kept.states.matrices[:2]])
+    for got, wanted in zip(*outputs, strict=True):
         assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_types_go_token_by_token(device: torch.device, dtype: torch.dtype) -> None:
+def test_float32_and_float16_use_stepwise_recurrence(device: torch.device, dtype: torch.dtype) -> None:
     """Chunked products of these types would not be exact."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["space"][0](generator)
     numbers = given(shape, MIN_CHUNKED_TOKENS + 1, generator, dtype)
-    found = [of_a_prompt(TritonBackend(deterministic=fixed), shape, numbers, device) for fixed in (False, True)]
-    assert torch.equal(*found)
+    outputs = [prefill_output(TritonBackend(deterministic=fixed), shape, numbers, device) for fixed in (False, True)]
+    assert torch.equal(*outputs)
 
 
-def of_a_prompt(backend: TritonBackend, shape: Shape, numbers: Tensor, device: torch.device) -> Tensor:
+def prefill_output(backend: TritonBackend, shape: Shape, numbers: Tensor, device: torch.device) -> Tensor:
     kept = Kept(backend, on(shape, device), numbers.dtype, device=device)
     return kept.step([Row(numbers, 0, 0, len(numbers), 0)])[0]
 
 
 @pytest.mark.slow
-def test_many_sequences(device: torch.device) -> None:
+def test_chunked_recurrence_handles_hundreds_of_sequences(device: torch.device) -> None:
     """More sequences than a program scans at once: a chunk finds its own after empty and short ones."""
     generator = torch.Generator().manual_seed(4)
     shape = space(1, 1, 12, 16)(generator)
@@ -123,12 +123,12 @@ def test_many_sequences(device: torch.device) -> None:
         matrices=kept.states.matrices[:1].repeat(len(counts), 1, 1, 1),
         draft_inputs=kept.states.draft_inputs[:1].repeat(len(counts), 1, 1),
     )
-    found = kept.step([Row(numbers[:count], 0, 0, count, at) for at, count in enumerate(counts)])
-    for got, count in zip(found[-3:], counts[-3:], strict=True):
+    outputs = kept.step([Row(numbers[:count], 0, 0, count, at) for at, count in enumerate(counts)])
+    for got, count in zip(outputs[-3:], counts[-3:], strict=True):
         assert error(got, test_state_space.expected(shape, numbers[:count])) < TOLERANCE[torch.bfloat16]
 
 
-class Parted(TritonBackend):
+class ThreeDecodesBackend(TritonBackend):
     """Declares the first three sequences of a step decodes."""
 
     def run_recurrence(self, *given: Any) -> Tensor:
@@ -138,13 +138,13 @@ class Parted(TritonBackend):
         )
 
 
-def test_pieces_behind_decodes(device: torch.device) -> None:
+def test_chunked_recurrence_after_decodes_gives_same_bits(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     shape = space(1, 1, 12, 16)(generator)
     numbers = [given(shape, length, generator, torch.bfloat16) for length in (1, 1, 1, RECURRENCE_CHUNK + 9, 40)]
-    found = []
-    for backend in (TritonBackend(), Parted()):
+    outputs = []
+    for backend in (TritonBackend(), ThreeDecodesBackend()):
         kept = Kept(backend, on(shape, device), torch.bfloat16, device=device)
-        found.append(kept.step([Row(each, 0, 0, len(each), at) for at, each in enumerate(numbers)]))
-    for got, wanted in zip(*found, strict=True):
+        outputs.append(kept.step([Row(each, 0, 0, len(each), at) for at, each in enumerate(numbers)]))
+    for got, wanted in zip(*outputs, strict=True):
         assert torch.equal(got, wanted)

@@ -25,7 +25,7 @@ SHAPES = [(4, 2, 64), (3, 3, 96), (8, 1, 128)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_kernels_pass(
+def test_attention_probe_passes_triton(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], deterministic: bool
 ) -> None:
     probe = PagedAttentionProbe(device, dtype, *shape)
@@ -42,7 +42,7 @@ def test_the_kernels_pass(
         (torch.float16, torch.float8_e4m3fn, False),
     ],
 )
-def test_latents_pass(
+def test_mla_probe_passes_triton(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, deterministic: bool
 ) -> None:
     probe = MLAProbe(device, dtype, 2, (512, 64, 128, 128), kv_dtype=kv_dtype)
@@ -59,14 +59,14 @@ def test_latents_pass(
         ("jamba", torch.bfloat16),
     ],
 )
-def test_rules_pass(device: torch.device, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_recurrence_probe_passes_triton(device: torch.device, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     rules = make_dummy_recurrence_params(decoder_spec(read_model_config(tmp_path)), device)
     assert len(rules) == 1
     assert RecurrenceProbe(device, dtype, *rules[0])(TritonBackend()) is None
 
 
-def test_what_is_wrong_with_latents_and_rules_fails(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mla_and_recurrence_probes_detect_wrong_results(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TritonBackend()
     attend, recur = backend.paged_attention, backend.run_recurrence
     monkeypatch.setattr(backend, "paged_attention", lambda *args: 1.1 * attend(*args))
@@ -84,11 +84,11 @@ class LargePages(TritonBackend):
     """PyTorch's kernels have this block size and leave decode batches to Triton."""
 
 
-def test_pages_of_256(device: torch.device) -> None:
+def test_attention_probe_passes_triton_with_256_token_blocks(device: torch.device) -> None:
     assert PagedAttentionProbe(device, torch.bfloat16, 4, 2, 64)(LargePages()) is None
 
 
-def test_what_is_wrong_fails(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_probe_detects_wrong_results(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TritonBackend()
     right = backend.paged_attention
     monkeypatch.setattr(backend, "paged_attention", lambda *args: right(*args).roll(1, 1))

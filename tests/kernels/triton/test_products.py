@@ -27,7 +27,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("kind", list(LONG))
-def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, generator: torch.Generator) -> None:
+def test_few_rows_use_split_k(kind: str, device: torch.device, generator: torch.Generator) -> None:
     """The parts are added in order. A deterministic backend computes many rows with the same bits in one program."""
     weight = LONG[kind](generator)
     bias = torch.randn(70, generator=generator).bfloat16()
@@ -49,7 +49,9 @@ def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, ge
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_rows_of_expanded_weights(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_many_rows_with_dequantized_weights_match_float64(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     """Weights are dequantized in slices of outputs, also if a linear mixes formats."""
     weights = [
         grouped(70, 192, 32, 4, generator, offset=True),
@@ -115,7 +117,7 @@ def _tried_again() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_tried_again")
 @pytest.mark.parametrize("product", list(TorchMatmulKind))
-def test_products_of_pytorch(
+def test_pytorch_matmul_serves_more_than_16_rows(
     product: TorchMatmulKind, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Used from 17 rows on if the trial passes."""
@@ -150,15 +152,15 @@ def test_products_of_pytorch(
     assert len(calls) == 3, "neither a head's nor deterministic"
 
 
-def off(*args: Any, **named: Any) -> Tensor:
+def scaled_mm_3_percent_off(*args: Any, **named: Any) -> Tensor:
     return scaled_mm(*args, **named) * 1.03
 
 
-def lacks(*_: Any, **__: Any) -> Tensor:
+def scaled_mm_unsupported(*_: Any, **__: Any) -> Tensor:
     raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 8.9")
 
 
-def forgets(*args: Any, **named: Any) -> Tensor:
+def scaled_mm_without_bias(*args: Any, **named: Any) -> Tensor:
     return scaled_mm(*args, **(named | {"bias": None}))
 
 
@@ -167,8 +169,8 @@ def none(*args: Any, **named: Any) -> Tensor:
 
 
 @pytest.mark.usefixtures("_tried_again")
-@pytest.mark.parametrize("fault", [off, lacks, forgets, none])
-def test_what_fails_its_trial_is_not_used(
+@pytest.mark.parametrize("fault", [scaled_mm_3_percent_off, scaled_mm_unsupported, scaled_mm_without_bias, none])
+def test_pytorch_matmul_that_fails_trial_is_not_used(
     fault: Any, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_matmul, "scaled_mm", fault)
@@ -190,7 +192,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("weight", KINDS.values(), ids=list(KINDS))
-def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device) -> None:
+def test_weight_trial_detects_wrong_results_and_errors(weight: QuantizedWeight, device: torch.device) -> None:
     """The trial passes correct results and detects a scale that is 5 % off for many rows only."""
     kind = weight_trial.quantized_format(weight)
 
@@ -198,13 +200,13 @@ def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device) -> N
         weight_trial.trial_failure_reason.cache_clear()
         return weight_trial.trial_failure_reason(kind, torch.bfloat16, device, False, False, pack, (3, 40))
 
-    def off(*args: Any, **named: Any) -> Linear:
+    def scaled_mm_3_percent_off(*args: Any, **named: Any) -> Linear:
         linear = quantized_linear.pack_without_trial(*args, **named)
         assert linear is not None
         return lambda x, context: linear(x, context) * (1.05 if len(x) > FEW else 1.0)
 
     assert found(quantized_linear.pack_without_trial) is None
-    assert "is wrong for 40 rows" in str(found(off))
-    assert str(found(lacks)).startswith("RuntimeError: torch._scaled_mm is only supported")
+    assert "is wrong for 40 rows" in str(found(scaled_mm_3_percent_off))
+    assert str(found(scaled_mm_unsupported)).startswith("RuntimeError: torch._scaled_mm is only supported")
     assert found(lambda *_, **__: None) is None
     weight_trial.trial_failure_reason.cache_clear()

@@ -25,7 +25,9 @@ WHOLE = {
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("kind", list(WHOLE))
-def test_integers(kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_grouped_weight_linear_matches_float64(
+    kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     group, bits, more = WHOLE[kind]
     weight = grouped(70, 192, group, bits, generator, **more)
     bias = torch.randn(70, generator=generator).to(dtype)
@@ -45,7 +47,7 @@ def test_integers(kind: str, dtype: torch.dtype, device: torch.device, generator
 @pytest.mark.parametrize(
     ("inner", "group"), [(16, 16), (48, 16), (96, 48), (100, 100), (130, 130), (256, 128), (320, 64), (576, 32)]
 )
-def test_groups(
+def test_linear_supports_all_group_sizes(
     inner: int, group: int, bits: int, offset: bool, device: torch.device, generator: torch.Generator
 ) -> None:
     """All multiples of 16, and one group for all inputs, whatever their number."""
@@ -62,7 +64,7 @@ BLOCKS = [(70, 200), (1, 200), (128, 128), (32, 128), (1, 64), (48, 16)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("native", [False, True])
-def test_8_bit_floats(
+def test_float8_linear_matches_float64(
     native: bool,
     block: tuple[int, int],
     dtype: torch.dtype,
@@ -88,7 +90,9 @@ def test_8_bit_floats(
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_int8_linear_rounds_activations_per_block(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     weight, bias = grouped(70, 200, 200, 8, generator), torch.randn(70, generator=generator).to(dtype)
     linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype)
     for rows in (0, 1, 20, 70):
@@ -104,7 +108,9 @@ def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.
 
 @pytest.mark.parametrize("kind", ["integers", "floats"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(kind: str, bad: float, device: torch.device, generator: torch.Generator) -> None:
+def test_nonfinite_input_does_not_affect_other_rows(
+    kind: str, bad: float, device: torch.device, generator: torch.Generator
+) -> None:
     weight = grouped(5, 130, 130, 8, generator) if kind == "integers" else float8(5, 130, (5, 130), generator)
     linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
     for rows in (3, 20):
@@ -115,15 +121,15 @@ def test_what_is_no_number_stays_none(kind: str, bad: float, device: torch.devic
         assert torch.cat((got[:1], got[2:])).isfinite().all()
 
 
-def test_a_code_that_is_no_number(device: torch.device, generator: torch.Generator) -> None:
+def test_nan_float8_code_gives_nan_factor(device: torch.device, generator: torch.Generator) -> None:
     weight = float8(4, 64, (1, 64), generator)
     weight.codes[2, 7] = torch.nan
-    for made in (weight_packing.pack_float8(weight, native=native) for native in (False, True)):
-        assert made is not None
-        assert made.factors.isnan().tolist() == [False, False, True, False]
+    for packed in (weight_packing.pack_float8(weight, native=native) for native in (False, True)):
+        assert packed is not None
+        assert packed.factors.isnan().tolist() == [False, False, True, False]
 
 
-def test_weights_of_several_kinds_side_by_side(device: torch.device, generator: torch.Generator) -> None:
+def test_weights_of_different_formats_pack_into_one_linear(device: torch.device, generator: torch.Generator) -> None:
     """Each weight has its own columns; equal formats share one product."""
     weights = [
         grouped(33, 128, 32, 4, generator, offset=True),
@@ -133,17 +139,17 @@ def test_weights_of_several_kinds_side_by_side(device: torch.device, generator: 
         grouped(20, 128, 64, 4, generator, values=TABLE, ordered=True),
     ]
     bias = torch.randn(150, generator=generator)
-    made = TritonBackend().pack_quantized(
+    linear = TritonBackend().pack_quantized(
         [there(each, device) for each in weights], bias.to(device), dtype=torch.float32
     )
-    assert isinstance(made, quantized_linear.TritonQuantizedLinear)
-    assert [each.out_features for each in made.parts] == [73, 7, 50, 20]
+    assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
+    assert [each.out_features for each in linear.parts] == [73, 7, 50, 20]
     x = torch.randn((5, 128), generator=generator)
     whole = torch.cat([each.dequantize() for each in weights])
-    assert error(made(x.to(device), NO_ADAPTERS).cpu(), x.double() @ whole.double().T + bias) < 2e-6
+    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ whole.double().T + bias) < 2e-6
 
 
-def test_a_group_that_kernels_do_not_know_is_dequantized(device: torch.device, generator: torch.Generator) -> None:
+def test_unsupported_group_size_is_dequantized(device: torch.device, generator: torch.Generator) -> None:
     weight = grouped(6, 40, 8, 8, generator)
     linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
     assert not isinstance(linear, quantized_linear.TritonQuantizedLinear)
@@ -164,7 +170,7 @@ ALIKE = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(ALIKE))
-def test_a_row_has_the_same_bits_in_every_batch(
+def test_deterministic_quantized_linear_row_bits_do_not_depend_on_batch(
     kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     weight = there(ALIKE[kind](generator), device)
@@ -177,7 +183,9 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(ALIKE))
-def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_quantized_embedding_returns_dequantized_rows(
+    kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     weight = ALIKE[kind](generator)
     ids = torch.tensor([3, 69, 0, 3])
     for tied in (False, True):
@@ -194,7 +202,7 @@ def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator:
     assert torch.equal(table.lm_head(x, NO_ADAPTERS), alone(x, NO_ADAPTERS))
 
 
-def test_memory(device: torch.device, generator: torch.Generator) -> None:
+def test_packed_weights_stay_within_bits_per_weight(device: torch.device, generator: torch.Generator) -> None:
     """Scales have 16 bits; groups that do not fill a step are padded."""
     for weight, most in (
         (grouped(256, 576, 32, 4, generator, offset=True), 5.06),

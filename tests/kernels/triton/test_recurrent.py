@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[Made, Callable[[Shape, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_prompts(device: torch.device, kind: str, dtype: torch.dtype) -> None:
+def test_recurrence_prefill_matches_float64(device: torch.device, kind: str, dtype: torch.dtype) -> None:
     generator, (made, expected) = torch.Generator().manual_seed(4), KINDS[kind]
     shape = made(generator)
     prompts = [given(shape, length, generator, dtype) for length in (1, 2, 23)]
@@ -74,13 +74,13 @@ def test_whole_prompts(device: torch.device, kind: str, dtype: torch.dtype) -> N
     ],
     ids=["delta", "space", "scan"],
 )
-def test_however_it_is_cut_the_bits_are_the_same(device: torch.device, made: Made, dtype: torch.dtype) -> None:
+def test_recurrence_bits_do_not_depend_on_chunking(device: torch.device, made: Made, dtype: torch.dtype) -> None:
     shape = on(made(torch.Generator().manual_seed(2)), device)
     for seed in range(3):
         cut_at_random(TritonBackend(deterministic=True), shape, dtype, seed, device, most=50)
 
 
-def test_slots_that_no_row_has_stay_as_they_are(device: torch.device) -> None:
+def test_recurrence_leaves_unused_slots_unchanged(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     shape = delta(1, 1, 12, 20)(generator)
     kept = Kept(TritonBackend(), on(shape, device), torch.float32, 2, device)
@@ -92,7 +92,7 @@ def test_slots_that_no_row_has_stay_as_they_are(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_convolutions_without_gates_and_pages(device: torch.device, dtype: torch.dtype) -> None:
+def test_ungated_short_conv_without_blocks_matches_float64(device: torch.device, dtype: torch.dtype) -> None:
     """Computed in chunks, with wrong drafts."""
     generator = torch.Generator().manual_seed(5)
     conv = convolution(70, 4, bias=True, generator=generator, gated=False)
@@ -109,7 +109,7 @@ def test_convolutions_without_gates_and_pages(device: torch.device, dtype: torch
         assert torch.equal(found, whole)
 
 
-def test_a_step_without_tokens(device: torch.device) -> None:
+def test_recurrence_accepts_step_without_tokens(device: torch.device) -> None:
     shape = on(delta(1, 1, 12, 20)(torch.Generator().manual_seed(2)), device)
     kept, nothing = (
         Kept(TritonBackend(), shape, torch.float32, device=device),

@@ -46,7 +46,7 @@ OFF = {False: 0.07, True: 0.01}
 reference = ReferenceBackend()
 
 
-def numbers(made: RoundedActivations) -> Tensor:
+def dequantize(made: RoundedActivations) -> Tensor:
     """The values of codes and scales, float64."""
     assert isinstance(made.rounding, EightBitRounding)
     codes = made.codes if made.rounding.is_integer else made.codes.view(torch.float8_e4m3fn)
@@ -65,21 +65,21 @@ def assert_same(made: RoundedActivations, wanted: RoundedActivations) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_rows_by_themselves(
+def test_round_rows_equals_pytorch_rounding(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     x = torch.randn((5, 1090), generator=generator).to(dtype)
     x[2] *= 1000
-    made = form.round_rows(x.to(device))
+    rounded_input = form.round_rows(x.to(device))
     seen = rounded(x, floats=not form.is_integer, block=128 if form.has_block_scales else 1090)
-    assert torch.equal(numbers(made), seen)
+    assert torch.equal(dequantize(rounded_input), seen)
     assert len(form.round_rows(x[:0].to(device))) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norms(
+def test_norm_and_round_equals_norm_then_round(
     shape: tuple[int, int], form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """RMSNorms and LayerNorms, of x or of a sum that is returned too, with and without the unrounded result."""
@@ -87,53 +87,55 @@ def test_norms(
     weight, bias = torch.randn((2, shape[1]), generator=generator).to(device)
     for shift, beside, whole in product((None, bias), (None, residual), (False, True)):
         given = None if beside is None else beside.clone()
-        made, total = form.norm_and_round(x.clone(), given, weight, shift, 1e-5, whole=whole)
+        rounded_input, total = form.norm_and_round(x.clone(), given, weight, shift, 1e-5, whole=whole)
         if beside is None:
             wanted, summed = triton_fused.layer_norm(x, weight, shift, 1e-5), x
         else:
             wanted, summed = triton_fused.add_layer_norm(x.clone(), beside.clone(), weight, shift, 1e-5)
         assert torch.equal(total, summed)
-        assert_same(made, form.round_rows(wanted))
-        assert (made.unrounded is not None) == whole
-        assert made.unrounded is None or torch.equal(made.unrounded, wanted)
+        assert_same(rounded_input, form.round_rows(wanted))
+        assert (rounded_input.unrounded is not None) == whole
+        assert rounded_input.unrounded is None or torch.equal(rounded_input.unrounded, wanted)
         wide, factor = summed.cpu().double(), weight.cpu().double()
-        judge = reference.rms_norm(wide, factor, 1e-5)
+        reference_output = reference.rms_norm(wide, factor, 1e-5)
         if shift is not None:
-            judge = reference.layer_norm(wide, factor, shift.cpu().double(), 1e-5)
-        assert error(wanted.cpu(), judge) < (1e-6 if dtype == torch.float32 else 8e-3)
-        assert error(numbers(made), judge) < OFF[form.is_integer]
+            reference_output = reference.layer_norm(wide, factor, shift.cpu().double(), 1e-5)
+        assert error(wanted.cpu(), reference_output) < (1e-6 if dtype == torch.float32 else 8e-3)
+        assert error(dequantize(rounded_input), reference_output) < OFF[form.is_integer]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 2500)], ids=str)
-def test_gates(
+def test_gate_and_round_equals_gate_then_round(
     shape: tuple[int, int], form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     rows, size = shape
     gate_up = (torch.randn((rows, 2 * size), generator=generator) * 4).to(device, dtype)
     for gelu, whole in product((False, True), repeat=2):
-        made = form.gate_and_round(gate_up, gelu=gelu, whole=whole)
+        rounded_input = form.gate_and_round(gate_up, gelu=gelu, whole=whole)
         wanted = triton_fused.gelu_mul(gate_up) if gelu else triton_fused.silu_mul(gate_up)
-        assert_same(made, form.round_rows(wanted))
-        assert (made.unrounded is not None) == whole
-        assert made.unrounded is None or torch.equal(made.unrounded, wanted)
-        judge = (reference.gelu_mul if gelu else reference.silu_mul)(gate_up.cpu().double())
-        assert error(numbers(made), judge) < OFF[form.is_integer]
+        assert_same(rounded_input, form.round_rows(wanted))
+        assert (rounded_input.unrounded is not None) == whole
+        assert rounded_input.unrounded is None or torch.equal(rounded_input.unrounded, wanted)
+        reference_output = (reference.gelu_mul if gelu else reference.silu_mul)(gate_up.cpu().double())
+        assert error(dequantize(rounded_input), reference_output) < OFF[form.is_integer]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("step", [32, 64])
-def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device, generator: torch.Generator) -> None:
+def test_paired_codes_interleave_input_steps(
+    step: int, form: EightBitRounding, device: torch.device, generator: torch.Generator
+) -> None:
     """Codes of two input steps share words of two, as weights' do: the first step has the lower bytes."""
     paired = replace(form, pair_distance=step)
     gate_up, weight = torch.randn((3, 2 * 384), generator=generator).to(device), torch.ones(384, device=device)
     x = gate_up[:, 384:].contiguous()
 
     def both(round_: Callable[[EightBitRounding], RoundedActivations]) -> None:
-        alone, made = round_(form), round_(paired)
-        assert torch.equal(made.codes, alone.codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1))
-        assert torch.equal(made.scales, alone.scales)
+        alone, rounded_input = round_(form), round_(paired)
+        assert torch.equal(rounded_input.codes, alone.codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1))
+        assert torch.equal(rounded_input.scales, alone.scales)
 
     both(lambda each: each.round_rows(x))
     both(lambda each: each.norm_and_round(x, None, weight, None, 1e-5, whole=False)[0])
@@ -142,7 +144,7 @@ def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device,
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_what_is_no_number(
+def test_nonfinite_input_gives_nan_scale_in_one_row_or_block(
     form: EightBitRounding, bad: float, device: torch.device, generator: torch.Generator
 ) -> None:
     """No other row or block is affected."""
@@ -153,8 +155,8 @@ def test_what_is_no_number(
     assert torch.equal(of_gate.isnan(), expected.isnan())
     assert of_gate.isnan().nonzero().tolist() == ([[1, 1]] if form.has_block_scales else [[1]])
     x = gate_up[:, 300:]
-    made, _ = form.norm_and_round(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
-    rows = made.scales.cpu().isnan()
+    rounded_input, _ = form.norm_and_round(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
+    rows = rounded_input.scales.cpu().isnan()
     assert (rows.any(0) if form.has_block_scales else rows).tolist() == [False, True, False, False]
 
 
@@ -179,7 +181,9 @@ WEIGHTS: dict[str, Any] = {
 @pytest.mark.usefixtures("squares")
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("kind", list(WEIGHTS))
-def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, generator: torch.Generator) -> None:
+def test_linear_after_fused_rounding_equals_separate_rounding(
+    kind: str, fixed: bool, device: torch.device, generator: torch.Generator
+) -> None:
     """With PyTorch's matmuls and Triton's. Few rows are not rounded."""
     weight = there(WEIGHTS[kind](generator), device)
     linear = TritonBackend(deterministic=fixed).pack_quantized([weight], None, dtype=torch.bfloat16)
@@ -193,28 +197,32 @@ def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, gener
             continue
         form, whole = found
         assert not whole
-        made, _ = form.norm_and_round(x, None, factor, None, 1e-6, whole=whole)
-        assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.rms_norm(x, factor, 1e-6), NO_ADAPTERS))
-        made = form.gate_and_round(gate_up, gelu=False, whole=whole)
-        assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.silu_mul(gate_up), NO_ADAPTERS))
+        rounded_input, _ = form.norm_and_round(x, None, factor, None, 1e-6, whole=whole)
+        assert torch.equal(
+            linear(rounded_input, NO_ADAPTERS), linear(triton_fused.rms_norm(x, factor, 1e-6), NO_ADAPTERS)
+        )
+        rounded_input = form.gate_and_round(gate_up, gelu=False, whole=whole)
+        assert torch.equal(linear(rounded_input, NO_ADAPTERS), linear(triton_fused.silu_mul(gate_up), NO_ADAPTERS))
 
 
-class Held:
+class PackedLayer:
     """A part's packed linear."""
 
     def __init__(self, packed: Linear) -> None:
         self.packed = packed
 
 
-def norms(weight: Tensor, bias: Tensor | None = None) -> NormWeights:
-    made = NormWeights({"norm": len(weight)}, torch.float32, NormSpec(1e-6, is_layer_norm=bias is not None, bias=True))
-    for name, parameter in made.parameters().items():
+def make_norm(weight: Tensor, bias: Tensor | None = None) -> NormWeights:
+    rounded_input = NormWeights(
+        {"norm": len(weight)}, torch.float32, NormSpec(1e-6, is_layer_norm=bias is not None, bias=True)
+    )
+    for name, parameter in rounded_input.parameters().items():
         parameter.weight_loader(weight if name.endswith("weight") or bias is None else bias)
-    return made
+    return rounded_input
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_one_rounding_for_all_that_read_it(
+def test_linears_share_one_activation_rounding(
     centred: bool, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of one linear, several linears, and linears that round x otherwise or not at all."""
@@ -224,17 +232,19 @@ def test_one_rounding_for_all_that_read_it(
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: "for a test")  # all by Triton's kernels
     backend = TritonBackend()
 
-    def pack(*weights: Any) -> Held:
-        return Held(backend.pack_quantized([there(each, device) for each in weights], None, dtype=torch.bfloat16))
+    def pack(*weights: Any) -> PackedLayer:
+        return PackedLayer(
+            backend.pack_quantized([there(each, device) for each in weights], None, dtype=torch.bfloat16)
+        )
 
     scales, blocks, whole = (float8(24, 256, block, generator) for block in ((1, 256), (24, 128), (24, 64)))
     several, beside, plain = pack(scales, blocks), pack(scales), pack(whole)
     integers = pack(grouped(16, 256, 256, 8, generator))
-    dense = Held(backend.pack_linear(torch.randn((8, 256), generator=generator).to(device).bfloat16(), None))
+    dense = PackedLayer(backend.pack_linear(torch.randn((8, 256), generator=generator).to(device).bfloat16(), None))
     assert len(several.packed.parts) == 2
     weight, bias = torch.randn((2, 256), generator=generator).to(device)
     x, residual = torch.randn((2, 20, 256), generator=generator).to(device).bfloat16()
-    norm = norms(weight, bias if centred else None)
+    norm = make_norm(weight, bias if centred else None)
     for readers, again in (
         ((several,), 0),
         ((several, beside), 0),
@@ -258,7 +268,7 @@ def test_one_rounding_for_all_that_read_it(
     assert len(times) == 1, "of the separate way alone"
 
 
-def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torch.Generator) -> None:
+def test_lora_reads_unrounded_activations(device: torch.device, generator: torch.Generator) -> None:
     weight = there(float8(48, 256, (1, 256), generator), device)
     inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     linear = TritonLinearWithLora(inner, AdapterSlotSpec(2, 256, (32, 16), 8, torch.bfloat16, False, device))
@@ -270,29 +280,29 @@ def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torc
     assert found is not None
     form, whole = found
     assert whole
-    made, _ = form.norm_and_round(x, None, factor, None, 1e-6, whole=whole)
+    rounded_input, _ = form.norm_and_round(x, None, factor, None, 1e-6, whole=whole)
     separate = triton_fused.rms_norm(x, factor, 1e-6)
     for context in (NO_ADAPTERS, LinearContext(slots, torch.argsort(slots, stable=True))):
-        assert torch.equal(linear(made, context), linear(separate, context))
-    assert not torch.equal(linear(made, context), inner(made, NO_ADAPTERS))
+        assert torch.equal(linear(rounded_input, context), linear(separate, context))
+    assert not torch.equal(linear(rounded_input, context), inner(rounded_input, NO_ADAPTERS))
     plain = TritonLinearWithLora(lambda x, _: x[:, :48] + 0, AdapterSlotSpec(1, 256, (48,), 8, x.dtype, False, device))
     assert choose_rounding_and_needs_unrounded([plain], x) is None
 
 
-def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torch.Generator) -> None:
+def test_watched_linear_receives_unrounded_input(device: torch.device, generator: torch.Generator) -> None:
     """FusedLinear.watch_inputs replaces a linear by a function."""
     weight = there(float8(48, 256, (1, 256), generator), device)
     inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     seen = list[Tensor]()
-    watched = Held(lambda x, context: seen.append(x) or inner(x, context))
+    watched = PackedLayer(lambda x, context: seen.append(x) or inner(x, context))
     x = torch.randn((20, 256), generator=generator).to(device).bfloat16()
-    norm = norms(torch.ones(256, device=device))
+    norm = make_norm(torch.ones(256, device=device))
     read, _ = norm.norm_for_linears((watched,), TritonBackend(), "norm", x, None)
     TritonBackend().apply_linear(watched.packed, read, NO_ADAPTERS)
     assert torch.equal(seen[0], triton_fused.rms_norm(x, torch.ones(256, device=device), 1e-6))
 
 
-def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Generator) -> None:
+def test_unsupported_weights_are_not_rounded_in_norm(device: torch.device, generator: torch.Generator) -> None:
     """Rows narrower than a block, permuted inputs, and a GPU on which the bits differ."""
     for weight in (float8(8, 96, (1, 96), generator), grouped(8, 256, 256, 8, generator, ordered=True)):
         linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
@@ -303,7 +313,9 @@ def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Ge
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_trial(form: EightBitRounding, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_trial_detects_different_bits_and_errors(
+    form: EightBitRounding, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found() -> str | None:
         activation_rounding.trial_failure_reason.cache_clear()
         return activation_rounding.trial_failure_reason(form, torch.bfloat16, device, (3, 300))
@@ -327,7 +339,7 @@ def test_the_trial(form: EightBitRounding, device: torch.device, monkeypatch: py
         *slow(("gemma2", "int8"), ("qwen3_5", "fp8"), ("deepseek_v2-lite", "fp8"), ("falcon_h1", "int8")),
     ],
 )
-def test_a_model_has_the_same_bits(
+def test_model_logprobs_are_equal_with_and_without_fused_rounding(
     family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms and gates round; the kernels that only round have less to do."""

@@ -35,7 +35,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def noise(rows: int, vocab: int, scale: float = 3.0) -> torch.Tensor:
+def random_logits(rows: int, vocab: int, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab + rows)) * scale
 
 
@@ -70,17 +70,17 @@ def check(
 
 
 @pytest.mark.parametrize(("vocab", "scale"), [(50, 3.0), (4097, 3.0), (9001, 1.0)])
-def test_filters_and_draws(vocab: int, scale: float) -> None:
-    check(noise(24, vocab, scale), KINDS * 2)
+def test_device_sampler_equals_host_sampler(vocab: int, scale: float) -> None:
+    check(random_logits(24, vocab, scale), KINDS * 2)
 
 
-def test_a_flat_distribution_is_cut_without_candidates() -> None:
+def test_device_sampler_cuts_flat_distributions() -> None:
     """More tokens are above the cut than the candidate list holds."""
-    logits = noise(2, 8300, 0.01)
+    logits = random_logits(2, 8300, 0.01)
     check(logits, [{"top_p": 0.9, "top_k": 7000}, {"top_p": 0.5}])
 
 
-def test_equal_logits_are_kept_together_and_the_first_is_the_greedy_pick() -> None:
+def test_equal_logits_stay_together_and_greedy_picks_first() -> None:
     logits = torch.zeros(6, 5000)
     logits[:, [700, 4500, 4999]] = 5.0
     kinds = [
@@ -94,8 +94,8 @@ def test_equal_logits_are_kept_together_and_the_first_is_the_greedy_pick() -> No
     assert check(logits, kinds)[0] == 700
 
 
-def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
-    logits = noise(6, 5000)
+def test_sampled_token_does_not_depend_on_batch() -> None:
+    logits = random_logits(6, 5000)
     table = torch.zeros((6, 8), dtype=torch.int32)
     rows = [
         SamplingRow(make_request_sampling_rules(SamplingParams(**KINDS[-6:][i]), EOS), i, 5, 2, table, i)
@@ -106,12 +106,12 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     assert together == [int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]])) for i in range(6)]
 
 
-def test_thinking_ends_when_its_budget_is_used_up() -> None:
+def test_thinking_budget_forces_end_token() -> None:
     budgets = [ThinkingBudget(3, end_id=9, begin_id=None), ThinkingBudget(3, end_id=9, begin_id=5)]
-    assert check(noise(2, 50), [{"thinking": budget} for budget in budgets])[0] == 9
+    assert check(random_logits(2, 50), [{"thinking": budget} for budget in budgets])[0] == 9
 
 
-def test_changes_to_logits() -> None:
+def test_penalties_biases_and_bans_equal_host_sampler() -> None:
     history = torch.randint(0, 30, (12, 40), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     tails = [tuple(history[i, 37 - i % 4 - 2 : 37 - i % 4].tolist()) for i in range(12)]
     kinds = [
@@ -128,23 +128,23 @@ def test_changes_to_logits() -> None:
         {"min_tokens": 30, "max_tokens": 40, "ignore_eos": True, "logit_bias": {2: 60.0}},
         {"bad_words_ids": (tuple(range(30)),)},
     ]
-    got = check(noise(12, 30), kinds, history)
+    got = check(random_logits(12, 30), kinds, history)
     assert got[4] == 3
     assert got[7] >= 25
     assert got[8] != 3
     assert got[10] == 2
 
 
-def test_grammar_masks() -> None:
+def test_grammar_bitmask_equals_host_sampler() -> None:
     """A row whose own bans exclude every token of the grammar samples from its unmodified logits."""
     words = np.array([[1 << 4 | 1 << 9, 1 << 17 | -(1 << 31)], [1 << 7, 0]], dtype=np.int32)  # 49 too, and 63
     kinds = [{}, {"temperature": 0.8}, {"allowed_token_ids": (3,), "temperature": 1.3}]
-    got = check(noise(3, 50), kinds, mask=GrammarBitmask([1, 2], words))
+    got = check(random_logits(3, 50), kinds, mask=GrammarBitmask([1, 2], words))
     assert got[1] in (4, 9, 49)
     assert got[2] == 7
 
 
-def test_a_request_that_forbids_everything_is_told_so() -> None:
+def test_sampler_returns_no_token_left_when_all_are_forbidden() -> None:
     table = torch.zeros((1, 8), dtype=torch.int32)
     device = torch.device("cpu" if INTERPRETED else "cuda")
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}):
@@ -152,7 +152,7 @@ def test_a_request_that_forbids_everything_is_told_so() -> None:
             SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), EOS
         )
         rows = [SamplingRow(rules, 0, 5, 2, table, 0)]
-        assert int(sample_on_device(noise(1, 10).to(device), rows)) == NO_TOKEN_LEFT
+        assert int(sample_on_device(random_logits(1, 10).to(device), rows)) == NO_TOKEN_LEFT
 
 
 @settings(max_examples=12, deadline=None)
@@ -172,11 +172,11 @@ def test_a_request_that_forbids_everything_is_told_so() -> None:
         max_size=4,
     ),
 )
-def test_any_parameters(vocab: int, scale: float, params: list[dict[str, Any]]) -> None:
-    check(noise(len(params), vocab, scale), params)
+def test_random_sampling_parameters_equal_host_sampler(vocab: int, scale: float, params: list[dict[str, Any]]) -> None:
+    check(random_logits(len(params), vocab, scale), params)
 
 
-def test_uniforms() -> None:
+def test_device_uniform_draws_equal_host_draws() -> None:
     import triton
     import triton.language as tl
 

@@ -15,7 +15,7 @@ from quire.server.config import ServerConfig
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
+def test_admission_rejects_requests_over_queue_limit_of_all_engines(engines: int) -> None:
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant: Any = SimpleNamespace(name="")
     config = ServerConfig(max_num_seqs=4, max_queued_requests=2, data_parallel_size=engines)
@@ -27,7 +27,7 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
         admission.check_availability(tenant)
 
 
-def test_prompts_count_until_their_call_is_settled() -> None:
+def test_prompt_tokens_count_until_request_usage_is_settled() -> None:
     """A stream whose client does not read holds its prompt after the engine has finished."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("", b"", RateLimits(None, None))
@@ -49,7 +49,7 @@ def test_prompts_count_until_their_call_is_settled() -> None:
     admit(500)
 
 
-def test_more_than_a_key_can_ever_have_waiting_is_refused_for_good() -> None:
+def test_request_over_key_queue_share_is_rejected_without_retry() -> None:
     """A 503 would invite retries of a request that never fits: a key's share is at most what it leaves to others."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("a", b"", RateLimits(None, None))

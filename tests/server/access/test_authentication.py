@@ -46,7 +46,7 @@ def key(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}"}
 
 
-async def test_every_route_but_health_needs_a_key() -> None:
+async def test_every_nonpublic_route_requires_api_key() -> None:
     async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
         routes = {*api.app.openapi()["paths"], *(getattr(route, "path", "/") for route in api.app.routes)}
         assert {COMPLETIONS, "/metrics", "/tokenize", "/v1/models/{model}"} <= routes
@@ -79,18 +79,18 @@ async def test_every_route_but_health_needs_a_key() -> None:
             assert response.status_code == 200
 
 
-async def test_admin_routes_need_an_admins_key() -> None:
+async def test_admin_routes_require_admin_key() -> None:
     async with open_api(FakeEngine(LETTERS), api_key=KEYS, admin_api_key=["root"]) as api:
         for path in ("/v1/engine/events", "/v1/engine/x"):
-            refused = await api.http.get(path, headers=key("first"))
-            assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+            rejection = await api.http.get(path, headers=key("first"))
+            assert (rejection.status_code, rejection.json()["error"]["type"]) == (403, "permission_error")
         assert (await api.http.get("/v1/engine/x", headers=key("root"))).status_code == 404
         assert (await api.http.get("/v1/models", headers=key("root"))).status_code == 200
     async with open_api(FakeEngine(LETTERS), api_key=["only"]) as api:
         assert (await api.http.get("/v1/engine/x", headers=key("only"))).status_code == 404
 
 
-async def test_only_admins_cancel_requests_of_others() -> None:
+async def test_only_owner_or_admin_cancels_request() -> None:
     async with open_api(SlowEngine(), api_key=KEYS, admin_api_key=["root"]) as api:
         for name, status in (("second", 404), ("first", 200), ("root", 200)):
             call = asyncio.create_task(ask(api, "first", stream=True))
@@ -105,7 +105,7 @@ async def test_only_admins_cancel_requests_of_others() -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-async def test_keys_share_cached_prefixes_only_if_configured(share: bool) -> None:
+async def test_api_keys_share_prefix_cache_only_if_configured(share: bool) -> None:
     async with open_api(FakeEngine(LETTERS), api_key=KEYS, share_prefix_cache=share) as api:
         for name in [*KEYS, "first"]:
             await api.http.post(COMPLETIONS, json={"prompt": "Hi", "cache_salt": "s"}, headers=key(name))
@@ -135,7 +135,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-async def test_requests_reach_the_engine_with_their_tenant_weight_and_priority(key_file: Path) -> None:
+async def test_engine_requests_carry_tenant_weight_and_priority(key_file: Path) -> None:
     async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
         for name, priority in (("a", -1), ("b", 5)):
             for extra in ({}, {"use_beam_search": True, "max_tokens": 1}):
@@ -144,8 +144,8 @@ async def test_requests_reach_the_engine_with_their_tenant_weight_and_priority(k
         seen = [(request.tenant, request.weight, request.priority) for request in api.engine.seen]
         assert seen == [("alice", 2.0, -1)] * 2 + [("bob", 1.0, 5)] * 2
         for name, priority in (("a", -2), ("b", -1)):
-            refused = await api.http.post(COMPLETIONS, json={"prompt": "x", "priority": priority}, headers=key(name))
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+            rejection = await api.http.post(COMPLETIONS, json={"prompt": "x", "priority": priority}, headers=key(name))
+            assert (rejection.status_code, rejection.json()["error"]["param"]) == (400, "priority")
         assert len(api.engine.seen) == 4
 
 
@@ -164,16 +164,16 @@ async def test_rate_limits_are_reported_and_enforced(key_file: Path) -> None:
         await ask(api, "b")
         stream = await ask(api, "b", stream=True)
         assert stream.headers["x-ratelimit-remaining-requests"] == "0"
-        refused = await ask(api, "b")
-        assert refused.status_code == 429
-        assert refused.json()["error"] == {
-            "message": refused.json()["error"]["message"],
+        rejection = await ask(api, "b")
+        assert rejection.status_code == 429
+        assert rejection.json()["error"] == {
+            "message": rejection.json()["error"]["message"],
             "type": "rate_limit_error",
             "param": None,
             "code": "rate_limit_exceeded",
         }
-        assert 0 < int(refused.headers["retry-after"]) <= 20
-        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert 0 < int(rejection.headers["retry-after"]) <= 20
+        assert rejection.headers["x-ratelimit-remaining-requests"] == "0"
         with pytest.raises(openai.RateLimitError):
             await api.openai.with_options(api_key="b", max_retries=0).completions.create(model="second", prompt="Hi")
         for _ in range(5):
@@ -187,21 +187,21 @@ async def test_tokenize_and_detokenize_count_as_requests(key_file: Path) -> None
             answer = await api.http.post(path, json=body, headers=key("b"))
             assert answer.status_code == (200 if body else 400)
         assert (await ask(api, "b")).status_code == 429
-        refused = await api.http.post("/tokenize", json={"prompt": "x"}, headers=key("b"))
-        assert (refused.status_code, refused.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+        rejection = await api.http.post("/tokenize", json={"prompt": "x"}, headers=key("b"))
+        assert (rejection.status_code, rejection.headers["x-ratelimit-remaining-requests"]) == (429, "0")
         answer = await api.http.post("/tokenize", json={"prompt": "x"}, headers=key("a"))
         assert answer.status_code == 200
 
 
-async def test_reserved_tokens_that_were_not_used_are_returned() -> None:
+async def test_rate_limit_returns_unused_reserved_tokens() -> None:
     async with open_api(FakeEngine(LETTERS, fail_at=3), api_key=KEYS, tokens_per_minute=60) as api:
         for stream in (False, True):
             await ask(api, "first", max_tokens=50, stream=stream)  # ends after 3 tokens with an error
-        refused = await ask(api, "first", max_tokens=59)
-        assert refused.status_code == 429
-        assert refused.headers["x-should-retry"] == "false"
+        rejection = await ask(api, "first", max_tokens=59)
+        assert rejection.status_code == 429
+        assert rejection.headers["x-should-retry"] == "false"
         assert (await ask(api, "second", max_tokens=3)).headers["x-ratelimit-remaining-tokens"] == "55"
-        assert refused.headers["x-ratelimit-remaining-tokens"] == "50"
+        assert rejection.headers["x-ratelimit-remaining-tokens"] == "50"
         api.engine.die("the engine died")
         assert (await ask(api, "second", max_tokens=40)).status_code == 503
         assert (await ask(api, "second", max_tokens=40)).status_code == 503, (
@@ -209,15 +209,15 @@ async def test_reserved_tokens_that_were_not_used_are_returned() -> None:
         )
 
 
-async def test_a_full_queue_answers_503_and_accepted_requests_complete() -> None:
+async def test_full_queue_returns_503_and_accepted_requests_complete() -> None:
     async with open_api(FakeEngine(LETTERS), max_num_seqs=2, max_queued_requests=3) as api:
         body = {"prompt": "Hi", "max_tokens": 30}
         answers = await asyncio.gather(*[api.http.post(COMPLETIONS, json=body) for _ in range(9)])
         statuses = sorted(answer.status_code for answer in answers)
         assert statuses == [200] * 5 + [503] * 4
-        refused = next(answer for answer in answers if answer.status_code == 503)
-        assert refused.headers["retry-after"]
-        assert refused.json()["error"]["code"] == "overloaded"
+        rejection = next(answer for answer in answers if answer.status_code == 503)
+        assert rejection.headers["retry-after"]
+        assert rejection.json()["error"]["code"] == "overloaded"
         assert (await api.http.post(COMPLETIONS, json=body)).status_code == 200
 
 
@@ -238,13 +238,13 @@ async def open_requests(api: Api, count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_prompt_tokens_in_the_queue_are_limited() -> None:
+async def test_max_queued_tokens_limits_prompt_tokens_in_queue() -> None:
     async with open_api(SlowEngine(), max_queued_tokens=100) as api:
         calls = [asyncio.create_task(ask(api, "", prompt="x" * 300))]  # an empty queue accepts a prompt of any length
         await open_requests(api, 1)
-        refused = await ask(api, "")
-        assert refused.status_code == 503
-        assert "300 of 100" in refused.json()["error"]["message"]
+        rejection = await ask(api, "")
+        assert rejection.status_code == 503
+        assert "300 of 100" in rejection.json()["error"]["message"]
         api.engine.go.set()
         assert (await calls[0]).status_code == 200
         assert api.engine.owner.queued_tokens == 0
@@ -267,7 +267,7 @@ async def test_the_prompt_tokens_in_the_queue_are_limited() -> None:
         )
 
 
-async def test_a_key_with_many_requests_leaves_room_in_the_queue() -> None:
+async def test_busy_api_key_leaves_queue_room_for_other_keys() -> None:
     async with open_api(SlowEngine(), api_key=KEYS, max_num_seqs=2, max_queued_requests=9) as api:
         greedy = [asyncio.create_task(ask(api, "first")) for _ in range(20)]
         while sum(call.done() for call in greedy) + api.engine.owner.num_open < 20:  # noqa: ASYNC110
@@ -285,7 +285,7 @@ async def test_a_key_with_many_requests_leaves_room_in_the_queue() -> None:
         assert set(statuses) == {200, 503}
 
 
-async def test_web_pages_of_other_origins_are_allowed_only_if_configured() -> None:
+async def test_cors_allows_only_configured_origins() -> None:
     page = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
         assert (await api.http.options(COMPLETIONS, headers=page)).status_code == 401
@@ -293,25 +293,25 @@ async def test_web_pages_of_other_origins_are_allowed_only_if_configured() -> No
         assert answer.status_code == 200
         assert not any(name.startswith("access-control") for name in answer.headers)
     async with open_api(FakeEngine(LETTERS), api_key=KEYS, allowed_origins=["https://a.example"]) as api:
-        asked = await api.http.options(
+        preflight = await api.http.options(
             COMPLETIONS, headers={**page, "Access-Control-Request-Headers": "authorization,content-type"}
         )
-        assert asked.status_code == 200
-        assert asked.headers["access-control-allow-origin"] == "https://a.example"
-        assert "authorization" in asked.headers["access-control-allow-headers"]
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
         answer = await api.http.post(
             COMPLETIONS, json={"prompt": "x", "stream": True}, headers={**page, **key("first")}
         )
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
-        refused = await api.http.post(COMPLETIONS, json={"prompt": "x"}, headers=page)
-        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.example")
+        rejection = await api.http.post(COMPLETIONS, json={"prompt": "x"}, headers=page)
+        assert (rejection.status_code, rejection.headers["access-control-allow-origin"]) == (401, "https://a.example")
         other = await api.http.options(COMPLETIONS, headers={**page, "Origin": "https://b.example"})
         assert other.status_code == 400
         assert "access-control-allow-origin" not in other.headers
 
 
 @pytest.mark.parametrize("allowed", [[], ["https://a.example"]])
-async def test_pages_that_ask_in_vain_are_named_with_the_flag_once(
+async def test_rejected_cors_origin_is_logged_once_with_flag(
     allowed: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     page = {"Origin": "https://b.example\t", "Access-Control-Request-Method": "POST"}
@@ -322,13 +322,13 @@ async def test_pages_that_ask_in_vain_are_named_with_the_flag_once(
         assert "--allowed-origins" not in caplog.text
         for _ in range(9):
             await api.http.options(COMPLETIONS, headers=page)
-    told = [record.getMessage() for record in caplog.records if "--allowed-origins" in record.getMessage()]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records if "--allowed-origins" in record.getMessage()]
+    assert messages == [
         "web pages of 'https://b.example\\t' may not call this server: --allowed-origins lists the origins that may"
     ]
 
 
-async def test_logs_contain_no_prompts_and_no_keys(caplog: pytest.LogCaptureFixture) -> None:
+async def test_logs_contain_no_prompts_or_api_keys(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with open_api(FakeEngine(LETTERS, fail_at=4), api_key=["s3cret-key"]) as api:
         for body in (
@@ -344,5 +344,5 @@ async def test_logs_contain_no_prompts_and_no_keys(caplog: pytest.LogCaptureFixt
                 await api.http.post(COMPLETIONS, json=body, headers=key(name))
             chat = {"messages": [{"role": "user", "content": body["prompt"]}]}
             await api.http.post("/v1/chat/completions", json=chat, headers=key("s3cret-key"))
-    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
-    assert not [line for line in ours if "private" in line or "s3cret" in line]
+    messages = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert not [line for line in messages if "private" in line or "s3cret" in line]

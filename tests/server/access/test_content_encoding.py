@@ -28,7 +28,7 @@ ENCODE = {"gzip": gzip.compress, "x-gzip": gzip.compress, "zstd": zstd.compress,
 LARGEST = 1 << 20
 
 
-def encoded(content: bytes, *names: str) -> bytes:
+def encode(content: bytes, *names: str) -> bytes:
     for name in names:
         content = ENCODE[name](content)
     return content
@@ -44,11 +44,11 @@ async def post(api: Api, content: Any, names: str, path: str = "/v1/chat/complet
 
 
 @pytest.mark.parametrize("names", ["zstd", "gzip", "x-gzip", "GZIP", "identity", "gzip, zstd", "zstd,gzip , zstd"])
-async def test_an_encoded_body_is_the_plain_one(names: str) -> None:
+async def test_encoded_body_gets_same_response_as_plain_body(names: str) -> None:
     async with server() as api:
         plain = await api.post("/v1/chat/completions", CHAT)
         applied = [name.strip().lower() for name in names.split(",")]
-        answer = await post(api, encoded(json.dumps(CHAT).encode(), *applied), names)
+        answer = await post(api, encode(json.dumps(CHAT).encode(), *applied), names)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"] == plain["choices"]
 
@@ -63,13 +63,13 @@ async def test_an_encoded_body_is_the_plain_one(names: str) -> None:
         ("/tokenize", {"prompt": "a"}),
     ],
 )
-async def test_every_api_reads_them(path: str, body: dict[str, Any]) -> None:
+async def test_every_api_decodes_zstd_bodies(path: str, body: dict[str, Any]) -> None:
     async with server() as api:
         answer = await post(api, zstd.compress(json.dumps(body).encode()), "zstd", path)
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_body_in_chunks_is_decoded() -> None:
+async def test_chunked_zstd_body_is_decoded() -> None:
     content = zstd.compress(json.dumps(CHAT).encode())
 
     async def pieces() -> Any:
@@ -81,7 +81,7 @@ async def test_a_body_in_chunks_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("names", ["br", "deflate", "compress", "gzip, br", "brotli\u00e9"])
-async def test_another_encoding_is_named_with_those_that_are_read(names: str) -> None:
+async def test_unsupported_encoding_returns_415_with_supported_encodings(names: str) -> None:
     async with server() as api:
         answer = await api.http.post(
             "/v1/chat/completions", content=b"{}", headers=[(b"content-encoding", names.encode("latin-1"))]
@@ -93,8 +93,8 @@ async def test_another_encoding_is_named_with_those_that_are_read(names: str) ->
 
 @pytest.mark.parametrize("name", ["zstd", "gzip"])
 @pytest.mark.parametrize("damage", ["cut", "garbled", "plain", "more behind", "nothing", "another"])
-async def test_a_broken_body_is_a_400(name: str, damage: str) -> None:
-    whole = encoded(json.dumps(CHAT).encode(), name)
+async def test_invalid_encoded_body_returns_400(name: str, damage: str) -> None:
+    whole = encode(json.dumps(CHAT).encode(), name)
     middle = len(whole) // 2
     content = {
         "cut": whole[:-1],
@@ -102,7 +102,7 @@ async def test_a_broken_body_is_a_400(name: str, damage: str) -> None:
         "plain": json.dumps(CHAT).encode(),
         "more behind": whole + b"x",
         "nothing": b"",
-        "another": encoded(b"{}", {"zstd": "gzip", "gzip": "zstd"}[name]),
+        "another": encode(b"{}", {"zstd": "gzip", "gzip": "zstd"}[name]),
     }[damage]
     async with server() as api:
         answer = await post(api, content, name)
@@ -114,9 +114,9 @@ async def test_a_broken_body_is_a_400(name: str, damage: str) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("names", ["zstd", "gzip", "gzip,gzip", "zstd,gzip", "gzip,zstd"])
-async def test_the_bound_is_that_of_the_decoded_body(names: str) -> None:
-    bomb = encoded(b" " * (64 << 20), *names.split(","))
-    fits = encoded(json.dumps(CHAT).encode().ljust(LARGEST), *names.split(","))
+async def test_max_body_size_applies_to_decoded_body(names: str) -> None:
+    bomb = encode(b" " * (64 << 20), *names.split(","))
+    fits = encode(json.dumps(CHAT).encode().ljust(LARGEST), *names.split(","))
     async with server() as api:
         answer = await post(api, bomb, names)
         assert (answer.status_code, api.app.state.server.body_reader.reserved_bytes) == (413, 0)
@@ -125,7 +125,7 @@ async def test_the_bound_is_that_of_the_decoded_body(names: str) -> None:
         assert api.app.state.server.body_reader.reserved_bytes == 0
 
 
-async def test_the_decoded_body_counts_for_its_sender() -> None:
+async def test_decoded_body_size_is_reserved_in_budget() -> None:
     content = json.dumps(CHAT).encode().ljust(LARGEST // 2)
     compressed = zstd.compress(content)
 
@@ -142,7 +142,7 @@ async def test_the_decoded_body_counts_for_its_sender() -> None:
     assert bodies.reserved_bytes == 0
 
 
-def decoded(content: bytes, *names: str, most: int = LARGEST) -> bytes:
+def decode(content: bytes, *names: str, most: int = LARGEST) -> bytes:
     decoder = BodyDecoder(list(names), most)
     parts = [
         part for start in range(0, len(content), 1000) for part in decoder.decode_chunk(content[start : start + 1000])
@@ -153,36 +153,36 @@ def decoded(content: bytes, *names: str, most: int = LARGEST) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["zstd", "gzip"])
-def test_members_behind_one_another_are_one_body(name: str) -> None:
+def test_concatenated_members_decode_to_one_body(name: str) -> None:
     content = os.urandom(5000)
-    assert decoded(encoded(content, name) + encoded(b"", name) + encoded(b"more", name), name) == content + b"more"
+    assert decode(encode(content, name) + encode(b"", name) + encode(b"more", name), name) == content + b"more"
 
 
-def test_output_that_fills_a_step_is_not_forgotten() -> None:
+def test_decoder_keeps_output_at_step_boundaries() -> None:
     for size in (STEP_BYTES - 1, STEP_BYTES, STEP_BYTES + 1, 3 * STEP_BYTES):
         for name in ("zstd", "gzip"):
-            assert len(decoded(encoded(b"a" * size, name), name)) == size
+            assert len(decode(encode(b"a" * size, name), name)) == size
 
 
-def test_each_layer_has_the_bound() -> None:
+def test_size_limit_applies_to_each_encoding_layer() -> None:
     with pytest.raises(BodyTooLarge):
-        decoded(encoded(b" " * 4000, "gzip", "zstd"), "gzip", "zstd", most=3999)
+        decode(encode(b" " * 4000, "gzip", "zstd"), "gzip", "zstd", most=3999)
     with pytest.raises(BodyTooLarge):  # the content is small, and its encoded form is padded with empty members
-        decoded(zstd.compress(gzip.compress(b"") * 100), "gzip", "zstd", most=1000)
+        decode(zstd.compress(gzip.compress(b"") * 100), "gzip", "zstd", most=1000)
 
 
-def test_a_window_beyond_eight_megabytes_is_refused() -> None:
+def test_zstd_window_over_8_mib_is_rejected() -> None:
     stream = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
     content = stream.compress(b"a" * 100) + stream.flush()
     with pytest.raises(InvalidRequest, match="zstd"):
-        decoded(content, "zstd")
+        decode(content, "zstd")
 
 
-def test_empty_members_without_end_are_refused() -> None:
+def test_too_many_empty_members_and_raw_zlib_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="members"):
-        decoded(zstd.compress(b"") * (encodings_module.MAX_MEMBERS + 1), "zstd")
+        decode(zstd.compress(b"") * (encodings_module.MAX_MEMBERS + 1), "zstd")
     with pytest.raises(InvalidRequest):
-        decoded(zlib.compress(b"{}"), "gzip")
+        decode(zlib.compress(b"{}"), "gzip")
 
 
 UPLOAD = (
@@ -193,11 +193,11 @@ UPLOAD = (
 
 async def upload(api: Api, content: bytes, name: str) -> Any:
     headers = {"content-type": "multipart/form-data; boundary=b", "content-encoding": name}
-    return await api.http.post("/v1/files", content=encoded(UPLOAD % content, name), headers=headers)
+    return await api.http.post("/v1/files", content=encode(UPLOAD % content, name), headers=headers)
 
 
 @pytest.mark.parametrize("name", ["zstd", "gzip"])
-async def test_an_encoded_upload_is_stored_decoded_and_a_bomb_leaves_nothing(name: str, tmp_path: Path) -> None:
+async def test_encoded_upload_is_stored_decoded_and_bomb_leaves_no_file(name: str, tmp_path: Path) -> None:
     content = b'{"a": 1}\n' * 1000
     async with server(data_dir=tmp_path, max_stored_size=LARGEST / 2**30) as api:
         stored = await upload(api, content, name)
@@ -208,7 +208,7 @@ async def test_an_encoded_upload_is_stored_decoded_and_a_bomb_leaves_nothing(nam
             refused = await upload(api, bomb, name)
             assert refused.status_code == 413, refused.text
             assert refused.json()["error"]["message"]
-        damaged = encoded(UPLOAD % content, name)[:-9]
+        damaged = encode(UPLOAD % content, name)[:-9]
         headers = {"content-type": "multipart/form-data; boundary=b", "content-encoding": name}
         assert (await api.http.post("/v1/files", content=damaged, headers=headers)).status_code == 400
         assert [file["id"] for file in (await api.http.get("/v1/files")).json()["data"]] == [stored.json()["id"]]

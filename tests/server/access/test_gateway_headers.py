@@ -21,7 +21,7 @@ PATHS = {
 HEADERS = {FAIRNESS_HEADER: "team-1", OBJECTIVE_HEADER: "urgent"}
 
 
-async def seen(address: str, headers: dict[str, str], **options: Any) -> list[tuple[str, int, str]]:
+async def engine_requests(address: str, headers: dict[str, str], **options: Any) -> list[tuple[str, int, str]]:
     """The tenant, priority and cache salt of a request from this address to each path."""
     async with open_api(FakeEngine(hashed(b"ab")), objective_priorities=["urgent=-7", "a=b=3"], **options) as api:
         transport = httpx.ASGITransport(app=api.app, client=(address, 1))
@@ -32,30 +32,30 @@ async def seen(address: str, headers: dict[str, str], **options: Any) -> list[tu
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "::1"])
-async def test_a_trusted_gateway_names_tenant_and_priority(address: str) -> None:
-    found = await seen(address, HEADERS, trusted_gateways=["10.0.0.0/8", "::1"])
-    assert found == [("/team-1", -7, "")] * 3
+async def test_trusted_gateway_headers_set_tenant_and_priority(address: str) -> None:
+    requests = await engine_requests(address, HEADERS, trusted_gateways=["10.0.0.0/8", "::1"])
+    assert requests == [("/team-1", -7, "")] * 3
 
 
-async def test_nobody_else_does() -> None:
+async def test_gateway_headers_from_untrusted_address_are_ignored() -> None:
     plain = [("", 0, ""), ("", 0, ""), ("", 5, "")]
-    assert await seen("11.1.2.3", HEADERS, trusted_gateways=["10.0.0.0/8"]) == plain
-    assert await seen("10.1.2.3", HEADERS) == plain
+    assert await engine_requests("11.1.2.3", HEADERS, trusted_gateways=["10.0.0.0/8"]) == plain
+    assert await engine_requests("10.1.2.3", HEADERS) == plain
     unknown = {FAIRNESS_HEADER: "no good\tname", OBJECTIVE_HEADER: "unknown"}
-    assert await seen("10.1.2.3", unknown, trusted_gateways=["10.1.2.3"]) == plain
+    assert await engine_requests("10.1.2.3", unknown, trusted_gateways=["10.1.2.3"]) == plain
 
 
-async def test_a_part_of_a_key_shares_its_prefixes_and_its_bounds() -> None:
+async def test_gateway_tenants_of_one_key_share_cache_salt() -> None:
     headers = {**HEADERS, "x-api-key": "b"}
     options: dict[str, Any] = {"trusted_gateways": ["10.0.0.0/8"], "api_key": ["a"], "admin_api_key": ["b"]}
-    salts = {salt for _, _, salt in await seen("10.0.0.1", headers, **options)}
-    (salt,) = {salt for _, _, salt in await seen("11.0.0.1", headers, **options)}
+    salts = {salt for _, _, salt in await engine_requests("10.0.0.1", headers, **options)}
+    (salt,) = {salt for _, _, salt in await engine_requests("11.0.0.1", headers, **options)}
     assert salts == {salt}
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("trusted_gateways", "nowhere"), ("objective_priorities", "x"), ("objective_priorities", "=1")]
 )
-def test_wrong_settings_are_named(field: str, value: str) -> None:
+def test_config_error_names_invalid_gateway_setting(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=field):
         TrustedGateways(ServerConfig.model_validate({field: [value]}))

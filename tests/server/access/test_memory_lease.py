@@ -18,7 +18,7 @@ from quire.server.shared_capacity import SharedCapacity
 MIB = 1 << 20
 
 
-def test_small_holds_are_free_until_they_are_not() -> None:
+def test_memory_lease_counts_only_above_uncounted_bytes() -> None:
     budget = SharedCapacity(MIB)
     one, other = MemoryLease(budget, ""), MemoryLease(budget, "")
     one.grow_lease(UNCOUNTED_BYTES)
@@ -38,7 +38,7 @@ def test_small_holds_are_free_until_they_are_not() -> None:
     assert budget.total_used == 0
 
 
-def test_what_goes_on_without_a_connection_counts_whole() -> None:
+def test_moved_lease_counts_small_sizes() -> None:
     budget = SharedCapacity(MIB)
     one = MemoryLease(budget, "")
     one.grow_lease(100)
@@ -50,7 +50,7 @@ def test_what_goes_on_without_a_connection_counts_whole() -> None:
     assert budget.total_used == 0
 
 
-def test_a_key_leaves_as_much_to_others() -> None:
+def test_leases_of_one_key_leave_capacity_to_others() -> None:
     budget = SharedCapacity(8 * MIB)
     greedy = [MemoryLease(budget, "greedy") for _ in range(5)]
     for each in greedy[:4]:
@@ -61,7 +61,7 @@ def test_a_key_leaves_as_much_to_others() -> None:
         MemoryLease(budget, owner).grow_lease(MIB)
 
 
-async def test_an_answer_is_held_until_its_reader_has_it() -> None:
+async def test_response_lease_lasts_until_client_reads_response() -> None:
     budget, read, sent = SharedCapacity(8 * MIB), asyncio.Event(), list[Message]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

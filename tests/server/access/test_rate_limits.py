@@ -21,10 +21,10 @@ class Clock:
 
 
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=100))
-def test_a_bucket_gives_no_more_and_no_less_than_its_rate(per_minute: int, takes: list[tuple[float, int]]) -> None:
+def test_token_bucket_never_exceeds_rate(per_minute: int, takes: list[tuple[float, int]]) -> None:
     clock = Clock()
     bucket = TokenBucket(per_minute, clock)
-    taken = 0
+    total = 0
     for pause, amount in takes:
         clock.now += pause
         wait = bucket.seconds_until(amount)
@@ -32,12 +32,12 @@ def test_a_bucket_gives_no_more_and_no_less_than_its_rate(per_minute: int, takes
             assert wait <= 60 * amount / per_minute + 1e-6, "an empty bucket fills at its rate"
         if wait == 0:
             bucket.withdraw(amount)
-            taken += amount
-        assert taken <= per_minute * (1 + (clock.now - 1000) / 60) + 1e-6
+            total += amount
+        assert total <= per_minute * (1 + (clock.now - 1000) / 60) + 1e-6
         assert bucket.level <= per_minute
 
 
-def test_requests_per_minute() -> None:
+def test_request_over_requests_per_minute_is_rejected_with_retry_after() -> None:
     clock = Clock()
     limits = RateLimits(3, None, clock)
     for left in (2, 1, 0):
@@ -56,7 +56,7 @@ def test_requests_per_minute() -> None:
     limits.count_request()
 
 
-def test_tokens_are_reserved_and_settled() -> None:
+def test_settled_usage_adjusts_reserved_tokens() -> None:
     clock = Clock()
     limits = RateLimits(None, 100, clock)
     first = limits.reserve_tokens(80)
@@ -74,14 +74,14 @@ def test_tokens_are_reserved_and_settled() -> None:
     limits.count_request()
 
 
-def test_a_request_larger_than_the_limit_is_marked_as_not_worth_retrying() -> None:
+def test_request_over_token_limit_is_rejected_without_retry() -> None:
     with pytest.raises(RateLimited, match="101 tokens, the limit is 100") as error:
         RateLimits(None, 100).reserve_tokens(101)
     assert error.value.headers["x-should-retry"] == "false"
     assert "Retry-After" not in error.value.headers
 
 
-def test_without_limits_there_are_no_headers() -> None:
+def test_unlimited_rate_limits_send_no_headers() -> None:
     limits = RateLimits(None, None)
     limits.count_request()
     limits.reserve_tokens(10**9).settle_usage(10**9)
@@ -91,12 +91,12 @@ def test_without_limits_there_are_no_headers() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.0, "0ms"), (0.12, "120ms"), (1.0, "1s"), (7.66, "7.7s"), (59.99, "60s"), (360.0, "6m0s")]
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_format_duration_returns_rounded_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
 @given(st.floats(0, 10_000))
-def test_a_duration_is_never_too_short(seconds: float) -> None:
+def test_format_duration_never_rounds_down(seconds: float) -> None:
     text = format_duration(seconds)
     if text.endswith("ms"):
         assert int(text[:-2]) >= math.floor(seconds * 1000)

@@ -33,10 +33,10 @@ def tenants(tmp_path: Path, text: str | None = None, **options: Any) -> Tenants:
     return Tenants(ServerConfig(**options))
 
 
-def test_a_file_of_keys(tmp_path: Path) -> None:
+def test_key_file_sets_tenant_limits_priority_and_admin(tmp_path: Path) -> None:
     text = FILE.format(hashlib.sha256(b"sk-bob").hexdigest())
-    found = tenants(tmp_path, text, api_key=["one"], requests_per_minute=60, tokens_per_minute=70)
-    alice, bob, one = (found.find_by_key(key) for key in ("sk-alice", "sk-bob", "one"))
+    loaded = tenants(tmp_path, text, api_key=["one"], requests_per_minute=60, tokens_per_minute=70)
+    alice, bob, one = (loaded.find_by_key(key) for key in ("sk-alice", "sk-bob", "one"))
     assert None not in (alice, bob, one)
     assert [(each.name, each.weight, each.priority, each.admin) for each in (alice, bob, one)] == [
         ("alice", 2.0, 0, False),
@@ -47,22 +47,22 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert [each["x-ratelimit-limit-requests"] for each in limits] == ["5", "60", "60"]
     assert [each["x-ratelimit-limit-tokens"] for each in limits] == ["70", "1000", "70"]
     assert len({each.prefix_cache_salt("s") for each in (alice, bob, one)}) == 3
-    assert found.requires_key
+    assert loaded.requires_key
     for wrong in ("", "sk-alic", "sha256:" + hashlib.sha256(b"sk-bob").hexdigest(), "alice", "\xff"):
-        assert found.find_by_key(wrong) is None
+        assert loaded.find_by_key(wrong) is None
     assert "sk-alice" not in repr(alice)
 
 
-def test_a_hashed_key_may_have_any_bytes(tmp_path: Path) -> None:
+def test_hashed_api_key_may_have_any_bytes(tmp_path: Path) -> None:
     key = "ключ-é".encode()
-    found = tenants(tmp_path, FILE.format(hashlib.sha256(key).hexdigest()))
-    assert found.find_by_key(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
+    loaded = tenants(tmp_path, FILE.format(hashlib.sha256(key).hexdigest()))
+    assert loaded.find_by_key(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
 
 
-def test_admin_keys_and_a_server_without_keys(tmp_path: Path) -> None:
-    found = tenants(tmp_path, admin_api_key=["root"], api_key=["root", "user"])
-    assert found.find_by_key("root").admin
-    assert not found.find_by_key("user").admin
+def test_admin_key_or_missing_keys_grant_admin(tmp_path: Path) -> None:
+    loaded = tenants(tmp_path, admin_api_key=["root"], api_key=["root", "user"])
+    assert loaded.find_by_key("root").admin
+    assert not loaded.find_by_key("user").admin
     without_keys = tenants(tmp_path)
     assert not without_keys.requires_key
     assert without_keys.anonymous.admin
@@ -90,13 +90,13 @@ def test_admin_keys_and_a_server_without_keys(tmp_path: Path) -> None:
         ("[key-1]\nkey = 'secret'", "key-1 is already the name of a key given by a flag"),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_key_file_raises_config_error_without_secret(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         tenants(tmp_path, text, api_key=["one"])
     assert "secret" not in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_file_or_bad_key_flag_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="api_key_file: cannot read"):
         Tenants(ServerConfig(api_key_file=tmp_path / "none"))
     for keys in ([""], [" "], ["same", "same"]):

@@ -15,7 +15,7 @@ from quire.engine.processes.child import module
 from quire.server.cli.api_process_manager import ApiProcessSetup
 
 
-def test_a_process_that_cannot_follow_the_hub_ends_at_once_and_says_nothing(tmp_path: Path) -> None:
+def test_api_process_exits_without_reply_on_malformed_hub_message(tmp_path: Path) -> None:
     """As if it were killed: its requests go on elsewhere, and none is reported or stored as failed."""
     hub = f"ipc://{tmp_path}/hub"
     setup = ApiProcessSetup("{}", hub, "0.0", socket.AF_INET, ("127.0.0.1", 0), time.perf_counter())

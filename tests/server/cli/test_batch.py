@@ -20,12 +20,12 @@ def batch(server: Server, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_file_becomes_results(tmp_path: Path) -> None:
-    asked, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
-    asked.write_text("\n".join(json.dumps(line(number)) for number in range(12)))
+def test_batch_command_submits_waits_lists_and_reports_errors(tmp_path: Path) -> None:
+    input_path, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    input_path.write_text("\n".join(json.dumps(line(number)) for number in range(12)))
     server = Server(tmp_path / "log", *SMALL, "--data-dir", str(tmp_path / "data"))
     try:
-        done = batch(server, "submit", str(asked), "-o", str(out))
+        done = batch(server, "submit", str(input_path), "-o", str(out))
         id = done.stdout.strip()
         assert (done.returncode, id.startswith("batch_")) == (1, True), "line 6 has a wrong temperature"
         assert "completed" in done.stderr
@@ -36,7 +36,7 @@ def test_a_file_becomes_results(tmp_path: Path) -> None:
         assert id in batch(server, "status", id).stdout
         again = batch(server, "wait", id, "-o", str(tmp_path / "again.jsonl"))
         assert (again.returncode, (tmp_path / "again.jsonl").read_bytes()) == (1, out.read_bytes())
-        for args, said in (
+        for args, message in (
             (("cancel", id), "the batch is completed already"),
             (("status", "batch_0"), "No batch `batch_0` is known here"),
             (("submit", str(tmp_path / "none")), "cannot read"),
@@ -44,9 +44,9 @@ def test_a_file_becomes_results(tmp_path: Path) -> None:
         ):
             wrong = batch(server, *args)
             assert wrong.returncode != 0
-            assert said in wrong.stderr
-        asked.write_text(json.dumps(line(0)) + "\n{")
-        failed = batch(server, "submit", str(asked), "-o", str(out))
+            assert message in wrong.stderr
+        input_path.write_text(json.dumps(line(0)) + "\n{")
+        failed = batch(server, "submit", str(input_path), "-o", str(out))
         assert failed.returncode == 1
         assert "line 2: not JSON" in failed.stderr
     finally:

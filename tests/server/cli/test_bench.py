@@ -140,20 +140,20 @@ def bench(server: FakeServer, *flags: str, tmp_path: Path) -> tuple[int, dict[st
     return status, json.loads(out.read_text())
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentile_returns_measured_value() -> None:
     values = [float(n) for n in range(1, 101)]
     assert [percentile(values, percent) for percent in (0, 50, 90, 99, 100)] == [1, 51, 91, 100, 100]
     assert percentile([7.0], 50) == percentile([7.0], 99) == 7.0
 
 
-def test_a_distribution_is_in_milliseconds_in_any_order() -> None:
-    found = latency_distribution([0.003, 0.001, 0.002])
-    assert found is not None
-    assert (found.mean, found.p50, found.p90, found.max) == pytest.approx((2, 2, 3, 3))
+def test_latency_distribution_is_in_milliseconds_for_unsorted_values() -> None:
+    report = latency_distribution([0.003, 0.001, 0.002])
+    assert report is not None
+    assert (report.mean, report.p50, report.p90, report.max) == pytest.approx((2, 2, 3, 3))
     assert latency_distribution([]) is None
 
 
-def test_a_summary_of_two_answers_and_a_failure() -> None:
+def test_summary_computes_throughput_and_latencies_of_answered_requests() -> None:
     results = [
         BenchAnswer([0.1, 0.2, 0.4], prompt_tokens=10, completion_tokens=3),
         BenchAnswer([0.3, 0.5], prompt_tokens=20, completion_tokens=5),  # several tokens in a chunk
@@ -167,13 +167,13 @@ def test_a_summary_of_two_answers_and_a_failure() -> None:
     assert [part and part.mean for part in means] == pytest.approx([200, 500 / 3, 100, 450])
 
 
-def test_a_summary_of_failures_alone_has_no_latencies() -> None:
+def test_summary_of_failures_alone_has_no_latencies() -> None:
     summary = summarize([BenchFailure("a"), BenchFailure("a"), BenchFailure("b")], seconds=1.0)
     assert summary.errors == {"a": 2, "b": 1}
     assert (summary.output_tokens_per_second, summary.ttft_ms, summary.itl_ms) == (0, None, None)
 
 
-def test_arrivals_keep_their_rate_and_their_seed() -> None:
+def test_arrival_times_are_poisson_at_rate_and_reproducible_by_seed() -> None:
     times = arrival_times(20_000, rate=50.0, seed=1)
     assert times == sorted(times)
     assert 20_000 / times[-1] == pytest.approx(50, rel=0.05)
@@ -188,7 +188,7 @@ def workload(**changes: int) -> argparse.Namespace:
     )
 
 
-def test_made_up_prompts_share_their_prefix_and_nothing_more() -> None:
+def test_random_prompts_share_only_prefix_and_depend_on_seed() -> None:
     measured, warming = random_prompts_and_warmup(workload(), vocab=50)
     everything = measured + warming
     assert [len(prompts) for prompts in (measured, warming)] == [5, 2]
@@ -210,7 +210,7 @@ def test_made_up_prompts_share_their_prefix_and_nothing_more() -> None:
         (None, "cannot read"),
     ],
 )
-def test_a_bad_file_of_prompts_is_reported(text: str | None, message: str, tmp_path: Path) -> None:
+def test_invalid_prompts_file_raises_config_error(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     if text is not None:
         path.write_text(text)
@@ -218,18 +218,20 @@ def test_a_bad_file_of_prompts_is_reported(text: str | None, message: str, tmp_p
         read_jsonl_prompts(path)
 
 
-def test_a_closed_loop_counts_what_the_server_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_loop_bench_counts_tokens_and_limits_concurrency(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(lambda _, body: tokens(body)) as server:
         flags = ("--concurrency", "3", "--num-requests", "7", "--input-len", "12", "--output-len", "5", "--warmup", "1")
-        status, found = bench(server, *flags, "--label", "mine", "--api-key", "k", tmp_path=tmp_path)
+        status, report = bench(server, *flags, "--label", "mine", "--api-key", "k", tmp_path=tmp_path)
     assert status == 0
-    assert (found["requests"], found["failed"]) == (7, 0)
-    assert (found["prompt_tokens"], found["output_tokens"]) == (84, 35)
-    assert found["output_tokens_per_second"] == pytest.approx(35 / found["seconds"])
-    assert found["ttft_ms"]["p50"] >= 20
-    assert found["itl_ms"]["max"] < found["e2e_ms"]["max"]
-    assert (found["settings"]["label"], found["settings"]["concurrency"]) == ("mine", 3)
-    assert "api_key" not in found["settings"]
+    assert (report["requests"], report["failed"]) == (7, 0)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (84, 35)
+    assert report["output_tokens_per_second"] == pytest.approx(35 / report["seconds"])
+    assert report["ttft_ms"]["p50"] >= 20
+    assert report["itl_ms"]["max"] < report["e2e_ms"]["max"]
+    assert (report["settings"]["label"], report["settings"]["concurrency"]) == ("mine", 3)
+    assert "api_key" not in report["settings"]
     assert server.most_open == 3
     warmup, *measured = server.bodies
     assert (warmup["max_tokens"], len(measured)) == (4, 7)
@@ -250,21 +252,21 @@ def test_a_closed_loop_counts_what_the_server_sent(tmp_path: Path, capsys: pytes
     assert "7 answered, 0 failed" in printed
 
 
-def test_an_open_loop_sends_without_waiting(tmp_path: Path) -> None:
+def test_open_loop_bench_sends_without_waiting_for_responses(tmp_path: Path) -> None:
     with serving(lambda _, body: tokens(body)) as server:
         flags = ("--request-rate", "100000", "--num-requests", "10", "--output-len", "2", "--warmup", "0")
-        status, found = bench(server, *flags, tmp_path=tmp_path)
-    assert (status, found["requests"], found["output_tokens"]) == (0, 10, 20)
+        status, report = bench(server, *flags, tmp_path=tmp_path)
+    assert (status, report["requests"], report["output_tokens"]) == (0, 10, 20)
     assert server.most_open == 10
 
 
-def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
+def test_prompts_from_file_are_sent_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     talk = [{"role": "user", "content": "hi"}]
     path.write_text(json.dumps({"prompt": "Once", "top_p": 0.5}) + "\n" + json.dumps({"messages": talk}) + "\n")
     with serving(lambda _, body: tokens(body)) as server:
         flags = ("--prompts", str(path), "--num-requests", "3", "--concurrency", "1", "--warmup", "0")
-        status, found = bench(server, *flags, "--output-len", "6", "--model", "m", tmp_path=tmp_path)
+        status, report = bench(server, *flags, "--output-len", "6", "--model", "m", tmp_path=tmp_path)
     assert status == 0
     assert [head.split()[1] for head in server.heads] == [
         "/v1/completions",
@@ -275,7 +277,7 @@ def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
     assert (first["prompt"], first["top_p"], second["messages"]) == ("Once", 0.5, talk)
     assert first == third
     assert not {"ignore_eos", "min_tokens"} & (first.keys() | second.keys())
-    assert found["output_tokens"] == 18
+    assert report["output_tokens"] == 18
 
 
 @pytest.mark.few(4)
@@ -294,27 +296,27 @@ def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
         (b"", "closed before the end"),
     ],
 )
-def test_failed_answers_are_counted_and_reported(answer: bytes, message: str, tmp_path: Path) -> None:
+def test_failed_responses_are_counted_and_reported(answer: bytes, message: str, tmp_path: Path) -> None:
     """Half of the requests get this response; the other half succeed."""
     turns = iter(range(100))
     with serving(lambda _, body: answer if next(turns) % 2 else tokens(body), linger=False) as server:
         flags = ("--num-requests", "4", "--concurrency", "1", "--output-len", "3", "--warmup", "0")
-        status, found = bench(server, *flags, tmp_path=tmp_path)
+        status, report = bench(server, *flags, tmp_path=tmp_path)
     assert status == 1
-    assert (found["requests"], found["failed"], found["output_tokens"]) == (2, 2, 6)
-    ((text, count),) = found["errors"].items()
+    assert (report["requests"], report["failed"], report["output_tokens"]) == (2, 2, 6)
+    ((text, count),) = report["errors"].items()
     assert count == 2
     assert message in text
 
 
-def test_nothing_is_measured_when_the_warm_up_fails() -> None:
+def test_bench_stops_when_warmup_fails() -> None:
     with serving(lambda *_: plain("404 Not Found", b"who?")) as server:
         client_flags = ["bench", "serve", "--url", server.url]
         assert main(client_flags) == 1
         assert len(server.bodies) == 1
 
 
-def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_server_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--model", "m"]) == 1
     assert capsys.readouterr().err.startswith("quire bench: a request to warm up failed: cannot connect")
 
@@ -327,7 +329,7 @@ async def post(client: StreamClient, count: int) -> list[ReceivedStream]:
     return streams
 
 
-async def test_connections_are_kept_unless_told_otherwise() -> None:
+async def test_stream_client_reuses_connection_only_with_keep_alive() -> None:
     for keep_alive, connections in ((True, 1), (False, 3)):
         with serving(lambda _, body: tokens(body)) as server:
             streams = await post(StreamClient(server.url, keep_alive=keep_alive), 3)
@@ -335,21 +337,21 @@ async def test_connections_are_kept_unless_told_otherwise() -> None:
         assert server.connections == connections
 
 
-async def test_a_connection_that_the_server_dropped_while_idle_fails_no_request() -> None:
+async def test_stream_client_reconnects_after_server_closes_idle_connection() -> None:
     with serving(lambda _, body: tokens(body), linger=False) as server:
         streams = await post(StreamClient(server.url + "/v1/"), 3)
     assert [len(stream.chunk_times) for stream in streams] == [2, 2, 2]
     assert [head.split()[1] for head in server.heads] == ["/v1/completions"] * 3
 
 
-async def test_a_refused_connection_has_no_status() -> None:
+async def test_refused_connection_raises_stream_error_without_status() -> None:
     with pytest.raises(StreamError, match="cannot connect") as caught:
         await post(StreamClient("http://127.0.0.1:9"), 1)
     assert caught.value.status is None
 
 
 @pytest.mark.parametrize("url", ["localhost:port", "ftp://host", "http://"])
-def test_an_invalid_url_is_reported(url: str) -> None:
+def test_stream_client_rejects_invalid_url(url: str) -> None:
     with pytest.raises(ConfigError, match="url: not a server's"):
         StreamClient(url)
 
@@ -362,15 +364,13 @@ def test_an_invalid_url_is_reported(url: str) -> None:
         ["--input-len", "4", "--shared-prefix", "5"],
     ],
 )
-def test_a_bad_flag_exits_2(flags: Sequence[str]) -> None:
+def test_invalid_bench_flag_exits_2(flags: Sequence[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", "serve", *flags])
     assert caught.value.code == 2
 
 
-def test_reports_that_cannot_be_written_are_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_report_path_is_rejected_before_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         bench_report.check_report_paths(tmp_path / "no" / "out.json")
     monkeypatch.setattr(bench_report, "find_spec", lambda name: None)
@@ -378,7 +378,7 @@ def test_reports_that_cannot_be_written_are_refused_before_the_run(
         bench_report.check_report_paths(None, tmp_path / "out.png")
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_latency_plot_is_saved_as_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
     bench_report.save_latency_plot(path, "a title", {"ttft_ms": [0.1, 0.2], "itl_ms": [], "e2e_ms": [1.0]})
@@ -386,14 +386,14 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_offline_runs_the_engine_in_process(tmp_path: Path) -> None:
+def test_bench_offline_reports_throughput_of_in_process_engine(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--num-requests", "3", "--input-len", "9", "--output-len", "4", "--json", str(out)]
     engine = ["--max-model-len", "64", "--num-kv-blocks", "32", "--threads", "1"]
     assert main(["bench", "offline", *flags, *engine]) == 0
-    found = json.loads(out.read_text())
-    assert found["output_tokens"] == 12
-    assert found["total_tokens_per_second"] == pytest.approx(found["output_tokens_per_second"] * 39 / 12)
+    report = json.loads(out.read_text())
+    assert report["output_tokens"] == 12
+    assert report["total_tokens_per_second"] == pytest.approx(report["output_tokens_per_second"] * 39 / 12)
 
 
 SLOW_SERVER = """
@@ -413,16 +413,16 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 @needs_proc
-def test_start_waits_for_the_first_token_and_ends_what_it_started(
+def test_bench_start_waits_for_first_token_and_ends_server_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The server has a child, refuses twice before it answers, and ends its responses by closing the connection."""
     pid_file, out = tmp_path / "pid", tmp_path / "out.json"
     command = [sys.executable, "-c", SLOW_SERVER, "{port}", str(pid_file)]
     assert main(["bench", "start", "--runs", "2", "--json", str(out), "--", *command]) == 0
-    found = json.loads(out.read_text())
-    assert len(found["seconds"]) == 2
-    assert found["min"] <= found["median"] <= found["max"]
+    report = json.loads(out.read_text())
+    assert len(report["seconds"]) == 2
+    assert report["min"] <= report["median"] <= report["max"]
     assert "median" in capsys.readouterr().out
     wait_until_gone(int(pid_file.read_text()))
 
@@ -434,7 +434,7 @@ def test_start_waits_for_the_first_token_and_ends_what_it_started(
         ([sys.executable, "-c", "import time; time.sleep(600)", "{port}"], "no token in time; last: cannot connect"),
     ],
 )
-def test_a_server_that_does_not_start_is_reported(command: list[str], message: str) -> None:
+def test_bench_start_reports_server_that_does_not_start(command: list[str], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         measure_time_to_first_token(command, None, 10.0 if "status" in message else 0.2)
 
@@ -442,7 +442,7 @@ def test_a_server_that_does_not_start_is_reported(command: list[str], message: s
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_start_ends_the_server_too(number: signal.Signals) -> None:
+def test_signal_to_bench_start_ends_server(number: signal.Signals) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)", "{port}"]
     command = [sys.executable, "-m", "quire", "bench", "start", "--", *sleeper]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -454,7 +454,7 @@ def test_a_signal_to_start_ends_the_server_too(number: signal.Signals) -> None:
     wait_until_gone(started[0])
 
 
-def test_a_server_that_fails_requests_is_not_waited_for() -> None:
+def test_bench_start_does_not_wait_for_server_with_http_500() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with (
         serving(lambda *_: plain("500 Oops", b"broken")) as server,
@@ -466,12 +466,14 @@ def test_a_server_that_fails_requests_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("command", [["serve-something"], ["no-such-command-at-all", "{port}"]])
-def test_a_command_that_cannot_be_started_is_an_error(command: list[str]) -> None:
+def test_bench_start_fails_for_command_that_cannot_start(command: list[str]) -> None:
     assert main(["bench", "start", "--", *command]) == 1
 
 
 @pytest.mark.parametrize(("argv", "status"), [([], 2), (["--help"], 0), (["nonsense"], 2)])
-def test_bench_lists_its_parts(argv: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_subcommand_lists_subcommands(
+    argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *argv]) == status
     printed = capsys.readouterr()
     assert "offline" in (printed.err if status else printed.out)
@@ -485,7 +487,7 @@ SHARE = [
 ]
 
 
-def test_vllm_s_flags_measure_the_same_and_save_vllm_s_result(tmp_path: Path) -> None:
+def test_vllm_bench_flags_save_result_in_vllm_format(tmp_path: Path) -> None:
     with serving(lambda _, body: tokens(body)) as server:
         flags = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--dataset-name", "random")
         more = ("--random-input", "12", "--random-output", "5", "--num-prompt", "4", "--request-rate", "inf")
@@ -508,9 +510,7 @@ def test_vllm_s_flags_measure_the_same_and_save_vllm_s_result(tmp_path: Path) ->
     assert result["output_throughput"] == pytest.approx(20 / result["duration"])
 
 
-def test_conversations_of_sharegpt_are_asked_with_answers_as_long_as_theirs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sharegpt_prompts_request_output_length_of_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "share.json"
     path.write_text(json.dumps(SHARE))
 
@@ -521,11 +521,11 @@ def test_conversations_of_sharegpt_are_asked_with_answers_as_long_as_theirs(
 
     with serving(script) as server:
         flags = ("--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "3", "--warmup", "0")
-        status, found = bench(server, *flags, "--model", "m", tmp_path=tmp_path)
-        assert (status, found["requests"]) == (0, 3)
-        asked = [each for each in server.bodies if "max_tokens" in each]  # the others counted tokens
-        assert {(each["prompt"], each["max_tokens"]) for each in asked} == {("a" * 40, 20)}
-        assert "ignore_eos" not in asked[0]
+        status, report = bench(server, *flags, "--model", "m", tmp_path=tmp_path)
+        assert (status, report["requests"]) == (0, 3)
+        generations = [each for each in server.bodies if "max_tokens" in each]  # the others counted tokens
+        assert {(each["prompt"], each["max_tokens"]) for each in generations} == {("a" * 40, 20)}
+        assert "ignore_eos" not in generations[0]
         path.write_text("{}")
         assert main(["bench", "serve", "--url", server.url, *flags, "--model", "m"]) == 1
         assert "must be a JSON list" in capsys.readouterr().err
@@ -540,7 +540,9 @@ def test_conversations_of_sharegpt_are_asked_with_answers_as_long_as_theirs(
         (["--extra-body", "3"], "must be a JSON object"),
     ],
 )
-def test_what_cannot_be_measured_is_said(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_bench_arguments_exit_with_message(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "serve", *argv])
     assert said in capsys.readouterr().err

@@ -12,7 +12,7 @@ from quire.server.cli.main import main
 pytestmark = pytest.mark.slow
 
 
-def test_throughput_counts_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_throughput_counts_prompt_and_output_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     sizes = ["--num-prompts", "3", "--random-input-len", "16", "--random-output-len", "8"]
     assert main(["bench", "throughput", *sizes, "--output-json", str(out)]) == 0
@@ -23,7 +23,7 @@ def test_throughput_counts_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Throughput:" in capsys.readouterr().out
 
 
-def test_latency_has_one_figure_a_batch(tmp_path: Path) -> None:
+def test_bench_latency_reports_one_latency_per_iteration(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     arguments = ["--input-len", "8", "--output-len", "4", "--batch-size", "2", "--num-iters", "3"]
     assert main(["bench", "latency", *arguments, "--num-iters-warmup", "1", "--output-json", str(out)]) == 0

@@ -125,7 +125,7 @@ def test_piped_lines_are_turns_of_one_conversation(server: ScriptedServer) -> No
     assert "temperature" not in server.bodies[0]
 
 
-def test_flags_go_into_the_request(server: ScriptedServer) -> None:
+def test_chat_flags_are_sent_in_request(server: ScriptedServer) -> None:
     flags = ["echo", "--temperature", "0", "--max-tokens", "7", "--system", "Be brief.", "--api-key", "secret"]
     assert chat(server, "one\n", *flags)[0] == 0
     body = server.bodies[0]
@@ -135,13 +135,13 @@ def test_flags_go_into_the_request(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("flags", [("ecko",), ("--model", "ecko")])
-def test_a_model_that_the_server_lacks_is_refused_at_the_start(server: ScriptedServer, flags: tuple[str, ...]) -> None:
+def test_unknown_model_is_rejected_at_start(server: ScriptedServer, flags: tuple[str, ...]) -> None:
     status, out, err = chat(server, "one\n", *flags)
     assert (status, out, err) == (1, "", "quire chat: no model ecko; did you mean echo?\n")
     assert not server.bodies
 
 
-def test_what_the_api_would_refuse_cannot_be_set(server: ScriptedServer) -> None:
+def test_set_command_rejects_values_outside_api_limits(server: ScriptedServer) -> None:
     lines = [
         "temperature 9",
         "temperature cold",
@@ -164,7 +164,7 @@ def test_what_the_api_would_refuse_cannot_be_set(server: ScriptedServer) -> None
     assert {"temperature", "max_tokens"}.isdisjoint(server.bodies[0])
 
 
-def test_saving_overwrites_saved_conversations_alone(server: ScriptedServer, tmp_path: Path) -> None:
+def test_save_command_overwrites_only_saved_conversations(server: ScriptedServer, tmp_path: Path) -> None:
     notes, talk, request = (tmp_path / name for name in ("notes.txt", "talk.json", "request.json"))
     notes.write_text("my notes\n")
     request.write_text('{"model": "echo", "messages": []}')
@@ -184,7 +184,7 @@ def file_of(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def test_pictures_go_with_the_next_message(server: ScriptedServer, tmp_path: Path) -> None:
+def test_images_are_sent_with_next_message(server: ScriptedServer, tmp_path: Path) -> None:
     one, two = tmp_path / "a fox.png", tmp_path / "two.png"
     urls = file_of(one), file_of(two)
     plain = str(one).replace(" ", "\\ ")
@@ -194,18 +194,18 @@ def test_pictures_go_with_the_next_message(server: ScriptedServer, tmp_path: Pat
     assert err == ""
     assert out.splitlines()[:2] == ["a picture goes with the next message", "2 pictures go with the next message"]
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    asked = {"role": "user", "content": [*shown, {"type": "text", "text": "what\nis it?"}]}
+    user_message = {"role": "user", "content": [*shown, {"type": "text", "text": "what\nis it?"}]}
     first, again, later, last = (body["messages"] for body in server.bodies)
-    assert first == again == [asked]
+    assert first == again == [user_message]
     assert later == [
-        asked,
+        user_message,
         {"role": "assistant", "content": "you said what\nis it?\u00e9"},
         {"role": "user", "content": "and now?"},
     ]
     assert last == [{"role": "user", "content": "one"}]
 
 
-def test_what_is_no_picture_is_said_in_one_line(server: ScriptedServer, tmp_path: Path) -> None:
+def test_invalid_image_file_prints_one_line(server: ScriptedServer, tmp_path: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text("no picture")
     _, out, err = chat(server, f"/image\n/image {tmp_path}/no.png\n/image {tmp_path}\n/image {text}\none\n")
@@ -218,7 +218,7 @@ def test_what_is_no_picture_is_said_in_one_line(server: ScriptedServer, tmp_path
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
 
 
-def test_commands(server: ScriptedServer) -> None:
+def test_reset_system_and_exit_commands_change_conversation(server: ScriptedServer) -> None:
     status, out, _ = chat(server, "one\n/reset\ntwo\n/system Rhyme.\nthree\n/nonsense\n/help\n/exit\nfour\n")
     assert status == 0
     messages = [body["messages"] for body in server.bodies]
@@ -229,12 +229,12 @@ def test_commands(server: ScriptedServer) -> None:
     assert "/reset" in out
 
 
-def test_ollamas_word_for_leaving(server: ScriptedServer) -> None:
+def test_bye_command_exits(server: ScriptedServer) -> None:
     assert chat(server, "/bye\none\n")[0] == 0
     assert server.bodies == []
 
 
-def test_a_refused_message_is_forgotten_and_a_broken_answer_kept(server: ScriptedServer) -> None:
+def test_rejected_message_is_dropped_and_partial_answer_is_kept(server: ScriptedServer) -> None:
     status, out, err = chat(server, "refuse\nbreak\none\n")
     assert status == 0
     assert out == "\nyou said \nyou said one\u00e9\n"
@@ -244,11 +244,11 @@ def test_a_refused_message_is_forgotten_and_a_broken_answer_kept(server: Scripte
 
 
 @pytest.mark.slow
-def test_the_exit_status_is_1_when_the_last_message_was_refused(server: ScriptedServer) -> None:
+def test_exit_status_is_1_when_last_message_was_rejected(server: ScriptedServer) -> None:
     assert chat(server, "refuse\n")[0] == 1
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(server: ScriptedServer) -> None:
+def test_ctrl_c_stops_answer_and_chat_continues(server: ScriptedServer) -> None:
     process = start(server)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -264,7 +264,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: ScriptedServer) -> 
 
 
 @pytest.mark.slow
-def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
+def test_chat_url_may_omit_v1(server: ScriptedServer) -> None:
     command = [sys.executable, "-m", "quire", "chat", "--url", server.url.removesuffix("/v1") + "/"]
     done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -273,7 +273,7 @@ def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("named", [[], ["--model", "echo"]])
-def test_no_server_is_said_in_one_line(named: list[str]) -> None:
+def test_chat_without_server_prints_one_line(named: list[str]) -> None:
     command = [sys.executable, "-m", "quire", "chat", "--url", "http://127.0.0.1:9/v1", *named]
     done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -282,18 +282,18 @@ def test_no_server_is_said_in_one_line(named: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_server_it_starts_an_engine_of_its_own() -> None:
+def test_chat_without_url_starts_in_process_engine() -> None:
     flags = ["--max-model-len", "512", "--num-kv-blocks", "64", "--threads", "1", "--max-tokens", "4"]
     command = [sys.executable, "-m", "quire", "chat", "--temperature", "0", *flags]
     done = subprocess.run(command, input="one\n/reset\none\n", capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    first, told, second = done.stdout.splitlines()
-    assert told == "forgot the conversation"
+    first, notice, second = done.stdout.splitlines()
+    assert notice == "forgot the conversation"
     assert first == second != ""
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_is_one_line() -> None:
+def test_missing_model_directory_prints_one_line() -> None:
     command = [sys.executable, "-m", "quire", "chat", "./nowhere"]
     done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -35,8 +35,8 @@ class Screen:
         self.folder = folder
         self.seen: list[str] = []
         self._status = folder / "status"
-        told = {"XDG_STATE_HOME": str(folder), "TERM": "xterm-256color"}
-        settings = [f"{name}={value}" for name, value in told.items()]
+        variables = {"XDG_STATE_HOME": str(folder), "TERM": "xterm-256color"}
+        settings = [f"{name}={value}" for name, value in variables.items()]
         self._tmux(
             "new-session",
             "-d",
@@ -71,11 +71,11 @@ class Screen:
 
     def until(self, *texts: str, last: str = "> ?") -> list[str]:
         """The lines of the screen, once it shows `texts` in this order and its last line matches `last`."""
-        wanted = re.compile(".*".join(map(re.escape, texts)), re.DOTALL)
+        pattern = re.compile(".*".join(map(re.escape, texts)), re.DOTALL)
         ends = time.monotonic() + PATIENCE
         while True:
             lines = self.lines()
-            if wanted.search("\n".join(lines)) and re.fullmatch(last, lines[-1]):
+            if pattern.search("\n".join(lines)) and re.fullmatch(last, lines[-1]):
                 self.seen.append("\n".join(lines))
                 return lines
             assert time.monotonic() < ends, f"{texts} did not come; the screen is:\n" + "\n".join(lines)
@@ -84,10 +84,10 @@ class Screen:
     def ended(self) -> str:
         """The command's exit status, once it has ended."""
         ends = time.monotonic() + PATIENCE
-        while not self._status.exists() or not (told := self._status.read_text().strip()):
+        while not self._status.exists() or not (status := self._status.read_text().strip()):
             assert time.monotonic() < ends, "it does not end; the screen is:\n" + "\n".join(self.lines())
             time.sleep(0.02)
-        return told
+        return status
 
     def close(self) -> None:
         self._tmux("kill-server")
@@ -97,25 +97,25 @@ class Screen:
 def screen(server: ScriptedServer, tmp_path: Path) -> Iterator[Screen]:  # noqa: F811
     if TMUX is None:
         pytest.skip("no tmux here (Debian: apt install tmux)")
-    opened = Screen([sys.executable, "-m", "quire", "chat", "--url", server.url], tmp_path)
-    yield opened
-    opened.close()
+    terminal = Screen([sys.executable, "-m", "quire", "chat", "--url", server.url], tmp_path)
+    yield terminal
+    terminal.close()
     if record := os.environ.get("RECORD"):
         rule = f"\n{'─' * WIDTH}\n"
-        Path(record).write_text(rule.join(opened.seen) + "\n", encoding="utf-8")
+        Path(record).write_text(rule.join(terminal.seen) + "\n", encoding="utf-8")
 
 
-def test_what_is_on_the_screen_after_every_command(screen: Screen, tmp_path: Path) -> None:
+def test_chat_screen_shows_expected_lines_after_every_command(screen: Screen, tmp_path: Path) -> None:
     lines = screen.until("echo; /help lists the commands")
     assert lines == ["echo; /help lists the commands", ">"]
 
     def ask(line: str, *texts: str, last: str = "> ?") -> list[str]:
-        asked.add(line.split()[0])
+        commands.add(line.split()[0])
         screen.clear()  # so that no earlier output matches
         screen.type(line)
         return screen.until(f"> {line[:30]}", *texts, last=last)
 
-    asked: set[str] = set()
+    commands: set[str] = set()
     lines = ask("/help", "Ctrl-C stops an answer.")
     listed = [line.split()[0] for line in lines if re.match(r"/\w+ ", line)]
     assert listed == list(COMMANDS), "each on a line of its own"
@@ -144,4 +144,4 @@ def test_what_is_on_the_screen_after_every_command(screen: Screen, tmp_path: Pat
     screen.clear()
     screen.type("/exit")
     assert screen.ended() == "0"
-    assert asked | {"/exit"} >= COMMANDS.keys()
+    assert commands | {"/exit"} >= COMMANDS.keys()

@@ -56,8 +56,8 @@ class Terminal:
                 if place < 0:
                     break
             if place >= 0:
-                found, self.seen = self.seen[:place], self.seen[place:]
-                return found
+                output, self.seen = self.seen[:place], self.seen[place:]
+                return output
             left = ends - time.monotonic()
             assert left > 0, f"{texts} did not come: {self.seen!r}"
             self._read(left)
@@ -96,11 +96,11 @@ def open_chat(terminals: list[Terminal], server: ScriptedServer, state: Path) ->
     return terminals[-1]
 
 
-def said(server: ScriptedServer) -> list[str]:  # noqa: F811
+def last_request_contents(server: ScriptedServer) -> list[str]:  # noqa: F811
     return [message["content"] for message in server.bodies[-1]["messages"]]
 
 
-def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_path: Path) -> None:  # noqa: F811
+def test_chat_commands_print_expected_output(server: ScriptedServer, terminals: list[Terminal], tmp_path: Path) -> None:  # noqa: F811
     chat = open_chat(terminals, server, tmp_path)
 
     def ask(line: str, *answer: str) -> None:
@@ -110,19 +110,19 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     ask("/help", *COMMANDS, "Alt+Enter")
     ask("/retry", "there are no messages yet")
     ask("one", "you said oneé")
-    assert said(server) == ["one"]
+    assert last_request_contents(server) == ["one"]
     ask("/retry", "you said oneé")
-    assert said(server) == ["one"]
+    assert last_request_contents(server) == ["one"]
     ask("two", "you said twoé")
-    assert said(server) == ["one", "you said oneé", "two"]
+    assert last_request_contents(server) == ["one", "you said oneé", "two"]
     ask("/undo", "forgot: two")
     ask("/edit three", "you said threeé")
-    assert said(server) == ["three"]
+    assert last_request_contents(server) == ["three"]
     chat.send("/edit\r")
     chat.expect("three")
     chat.send(" more\r")
     chat.expect("you said three moreé", "> ")
-    assert said(server) == ["three more"]
+    assert last_request_contents(server) == ["three more"]
     ask("/set", "all defaults")
     ask("/set temperature 9", "temperature must be in [0, 2]")
     ask("/set temperature 0.5", "temperature = 0.5")
@@ -138,13 +138,13 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     ask(f"/save {tmp_path}/talk.json", "4 messages are in")
     ask("/system Rhyme.", "with that system message")
     ask("five", "you said fiveé")
-    assert said(server) == ["Rhyme.", "five"]
+    assert last_request_contents(server) == ["Rhyme.", "five"]
     ask("/reset", "forgot the conversation")
     ask(f"/load {tmp_path}/talk.json", "4 messages; echo goes on", "you said fouré")
     ask("cut", "you said cuté", "cut at max tokens")
     ask("/undo", "forgot: cut")
     ask("six", "you said sixé")
-    assert said(server) == ["three more", "you said three moreé", "four", "you said fouré", "six"]
+    assert last_request_contents(server) == ["three more", "you said three moreé", "four", "you said fouré", "six"]
     ask(f"/load {tmp_path}/nowhere.json", "cannot read")
     ask(f"/save {tmp_path}/no/where.json", "cannot write")
     file_of(tmp_path / "a fox.png")
@@ -157,11 +157,11 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
 
 
 @pytest.mark.slow
-def test_lines_history_and_ctrl_c(server: ScriptedServer, terminals: list[Terminal], tmp_path: Path) -> None:  # noqa: F811
+def test_multiline_history_and_ctrl_c_work(server: ScriptedServer, terminals: list[Terminal], tmp_path: Path) -> None:  # noqa: F811
     chat = open_chat(terminals, server, tmp_path)
     chat.send("one\x1b\rtwo\\\rthree" + PASTE.format("\nfour\nfive") + "\r")
     chat.expect("you said one", "> ")
-    assert said(server) == ["one\ntwo\nthree\nfour\nfive"]
+    assert last_request_contents(server) == ["one\ntwo\nthree\nfour\nfive"]
     chat.send("hold\r")
     chat.expect("you said ")
     chat.send("typed meanwhile")
@@ -178,23 +178,23 @@ def test_lines_history_and_ctrl_c(server: ScriptedServer, terminals: list[Termin
     again = open_chat(terminals, server, tmp_path)
     again.send("\x1b[A\x1b[A\r")  # twice up: the message before "hold", with all of its lines
     again.expect("you said one", "> ")
-    assert said(server) == ["one\ntwo\nthree\nfour\nfive"]
+    assert last_request_contents(server) == ["one\ntwo\nthree\nfour\nfive"]
 
 
-def rendered(*pieces: str) -> str:
+def render_markdown(*pieces: str) -> str:
     console = Console(width=40, height=10, force_terminal=False, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     print_stream(console, iter(pieces))
     return console.export_text()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 1000])
-def test_an_answer_is_printed_once_and_its_words_are_whole(cut: int) -> None:
+def test_streamed_markdown_prints_same_as_whole_text(cut: int) -> None:
     text = (
         "# The fox\n\nIt went out into the world to see what there was, and **came back**.\n\n"
         "1. one\n\n2. two\n\n   still two\n\n```python\ndef fox():\n\n    return 1\n```\n\nThe end.\n"
     )
-    whole = rendered(text)
-    assert rendered(*(text[at : at + cut] for at in range(0, len(text), cut))) == whole
+    whole = render_markdown(text)
+    assert render_markdown(*(text[at : at + cut] for at in range(0, len(text), cut))) == whole
     words = whole.split()
     assert {"went", "world", "there", "was,", "and", "came"} <= {*words}
     assert words.count("fox():") == words.count("end.") == 1
@@ -202,16 +202,16 @@ def test_an_answer_is_printed_once_and_its_words_are_whole(cut: int) -> None:
     assert "**" not in whole
 
 
-def test_line_breaks_of_an_answer_are_kept() -> None:
+def test_streamed_markdown_keeps_line_breaks() -> None:
     verse = "The fox\nran out,\n\n```\na\n\nb\n```\n\n| x | y |\n|---|---|\n| 1 | 2 |\n\n- one\n  more\n- two"
-    lines = [line.strip() for line in rendered(verse).splitlines()]
+    lines = [line.strip() for line in render_markdown(verse).splitlines()]
     assert lines[:2] == ["The fox", "ran out,"]
-    wanted = ["a", "b", "x  y", "1  2", "• one", "more", "• two"]
-    assert [line for line in lines if line in wanted] == wanted
-    assert rendered(*verse) == rendered(verse)
+    expected = ["a", "b", "x  y", "1  2", "• one", "more", "• two"]
+    assert [line for line in lines if line in expected] == expected
+    assert render_markdown(*verse) == render_markdown(verse)
 
 
-def test_blocks_end_where_nothing_can_change_them() -> None:
+def test_split_finished_blocks_returns_only_complete_blocks() -> None:
     assert split_finished_blocks("one\n\ntwo") == ([], "one\n\ntwo")
     assert split_finished_blocks("one\n\ntwo\n") == (["one\n"], "two\n")
     assert split_finished_blocks("- a\n\n- b\n\n  c\n\nend\nx") == (["- a\n\n- b\n\n  c\n"], "end\nx")

@@ -47,7 +47,7 @@ class Models:
         return ""
 
 
-async def test_open_requests_end_before_the_process_does() -> None:
+async def test_second_sigterm_ends_open_requests_before_server_exits() -> None:
     """Otherwise the end of the event loop cancels each request, and the HTTP server logs a traceback for it."""
     config, models = ServerConfig(served_model_name=[NAME]), Models()
     main = cast(Any, asyncio.current_task())

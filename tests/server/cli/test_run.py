@@ -59,7 +59,7 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*argv), capture_output=True, text=True, timeout=120)
 
 
-def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Path) -> None:
+def test_run_writes_response_or_error_for_every_line(tmp_path: Path) -> None:
     file = write(
         tmp_path / "in.jsonl",
         request("text"),
@@ -100,8 +100,8 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
     assert results["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert results["message"]["response"]["body"]["stop_reason"] == "max_tokens"
     assert results["response"]["response"]["body"]["output"][0]["content"][0]["text"]
-    refused = results["range"]["response"]
-    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
+    rejection = results["range"]["response"]
+    assert (rejection["status_code"], rejection["body"]["error"]["param"]) == (400, "temperature")
     assert results["stranger"]["response"]["status_code"] == 404
     for name, number in (("streamed", 8), ("where", 9), ("line-10", 10)):
         assert results[name]["response"] is None
@@ -109,15 +109,15 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
+def test_resume_computes_missing_lines_and_repairs_torn_line(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", *(request(f"r{number}") for number in range(6)))
     out = tmp_path / "out.jsonl"
     whole = [json.dumps({"custom_id": f"r{number}", "response": KEPT}) for number in (0, 3)]
     out.write_text("\n".join([*whole, '{"custom_id": "r1", "resp']))
 
-    refused = run(file, "-o", out)
-    assert refused.returncode == 1
-    assert "--resume" in refused.stderr
+    rejection = run(file, "-o", out)
+    assert rejection.returncode == 1
+    assert "--resume" in rejection.stderr
     assert out.read_text().endswith('"resp'), "refusing must leave the file alone"
 
     done = run(file, "-o", out, "--resume", "--served-model-name", "quire-demo", "--concurrency", "2")
@@ -130,13 +130,13 @@ def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     texts = {results[name]["response"]["body"]["choices"][0]["text"] for name in ("r1", "r2", "r4", "r5")}
     assert len(texts) == 1, "the same seed gives the same text"
 
-    again = run(file, "-o", out, "--resume")
-    assert again.returncode == 0
-    assert "0 done, 0 failed" in again.stderr
+    second = run(file, "-o", out, "--resume")
+    assert second.returncode == 0
+    assert "0 done, 0 failed" in second.stderr
 
 
 @pytest.mark.slow
-def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -> None:
+def test_resume_retries_failures_and_keeps_one_row_per_id(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("good"), request("odd", temperature=9), request("lost"), "no json")
     out = tmp_path / "out.jsonl"
     rows = {name: {"custom_id": name, "response": None, "error": {"code": "old"}} for name in ("lost", "other input")}
@@ -158,20 +158,20 @@ def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -
     assert results["lost"]["response"]["status_code"] == 200
 
     write(file, request("good"), request("odd"), request("lost"))
-    kept = run(file, "-o", out, "--resume")
-    assert kept.returncode == 1
-    assert "2 already done, 1 refused for good, 0 to do" in kept.stderr
+    unretried = run(file, "-o", out, "--resume")
+    assert unretried.returncode == 1
+    assert "2 already done, 1 refused for good, 0 to do" in unretried.stderr
     assert read(out)["odd"]["response"]["status_code"] == 400
-    mended = run(file, "-o", out, "--resume", "--retry-refused")
-    assert mended.returncode == 0, mended.stderr
-    assert "1 done, 0 failed, 0 left" in mended.stderr
-    assert "--resume" not in mended.stderr
+    retried = run(file, "-o", out, "--resume", "--retry-refused")
+    assert retried.returncode == 0, retried.stderr
+    assert "1 done, 0 failed, 0 left" in retried.stderr
+    assert "--resume" not in retried.stderr
     assert read(out)["odd"]["response"]["status_code"] == 200
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "real.jsonl"]
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> None:
+def test_interrupted_run_keeps_results_and_resumes(tmp_path: Path) -> None:
     file = write(
         tmp_path / "in.jsonl", *(request(f"r{number}", max_tokens=40, ignore_eos=True) for number in range(16))
     )
@@ -194,7 +194,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @needs_proc
-def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
+def test_run_replaces_killed_engine_and_keeps_all_answers(tmp_path: Path) -> None:
     body = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     file = write(tmp_path / "in.jsonl", *(request(f"r{number}", **body) for number in range(12)))
     out = tmp_path / "out.jsonl"
@@ -222,12 +222,12 @@ def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Pa
         ('{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be an object"),
     ],
 )
-def test_an_invalid_line_is_refused_with_the_reason(line: str, message: str) -> None:
+def test_parse_line_rejects_invalid_line_with_reason(line: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_line(line)
 
 
-def test_a_line_without_an_id_gets_its_number() -> None:
+def test_line_without_custom_id_is_named_by_number() -> None:
     assert [
         custom_id_or_line_name(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')
     ] == [
@@ -237,18 +237,18 @@ def test_a_line_without_an_id_gets_its_number() -> None:
 
 
 @pytest.mark.slow
-def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> None:
+def test_duplicate_custom_id_fails_only_repeated_line(tmp_path: Path) -> None:
     """Also from a pipe to a pipe: the input is kept until all lines are answered."""
-    typed = {"temprature": 1}
+    misspelled = {"temprature": 1}
     file = write(
-        tmp_path / "in.jsonl", request("a", **typed), request("b"), request("a"), request("odd", temperature=9)
+        tmp_path / "in.jsonl", request("a", **misspelled), request("b"), request("a"), request("odd", temperature=9)
     )
     assert (read_line_numbers_by_custom_id(file), find_duplicate_lines(file, read_line_numbers_by_custom_id(file))) == (
         {"a": 1, "b": 2, "odd": 4},
         {3},
     )
-    with file.open("rb") as given:
-        done = subprocess.run(command("-", "-o", "-"), stdin=given, capture_output=True, text=True, timeout=120)
+    with file.open("rb") as input_file:
+        done = subprocess.run(command("-", "-o", "-"), stdin=input_file, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "2 done, 2 failed, 0 left" in done.stderr
     assert "s: fix them, and continue with --resume --retry-refused" in done.stderr
@@ -260,14 +260,14 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
     results = read(out)
     assert results.keys() == {"a", "b", "line-3", "odd"}
     assert results["a"]["response"]["status_code"] == 200
-    again = run(file, "-o", out, "--resume")
-    assert again.returncode == 1, "two requests of the file have failed"
-    assert "2 already done, 2 refused for good, 0 to do" in again.stderr
-    assert "requests refused for good are retried only with --retry-refused" in again.stderr
-    assert "s: fix them, and continue with --resume --retry-refused" in again.stderr
-    refused = subprocess.run(command(file, "-o", "-", "--resume"), capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 2
-    assert "stdout cannot be read" in refused.stderr
+    second = run(file, "-o", out, "--resume")
+    assert second.returncode == 1, "two requests of the file have failed"
+    assert "2 already done, 2 refused for good, 0 to do" in second.stderr
+    assert "requests refused for good are retried only with --retry-refused" in second.stderr
+    assert "s: fix them, and continue with --resume --retry-refused" in second.stderr
+    rejection = subprocess.run(command(file, "-o", "-", "--resume"), capture_output=True, text=True, timeout=120)
+    assert rejection.returncode == 2
+    assert "stdout cannot be read" in rejection.stderr
 
 
 @pytest.mark.parametrize(
@@ -282,11 +282,11 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
         ({"response": None, "error": {"code": "old"}}, False),
     ],
 )
-def test_what_would_be_refused_again_is_permanent(result: dict[str, Any], permanent: bool) -> None:
+def test_is_permanent_failure_is_true_only_for_unretryable_results(result: dict[str, Any], permanent: bool) -> None:
     assert is_permanent_failure(result) is permanent
 
 
-def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
+def test_resume_leaves_foreign_file_untouched(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     for text in (
         "my notes\nmore notes",
@@ -300,7 +300,7 @@ def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+def test_unusable_input_or_output_file_prints_one_line(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("a"))
     for argv, message in (
         ([tmp_path / "none.jsonl", "-o", tmp_path / "out"], f"cannot read {tmp_path / 'none.jsonl'}: "),

@@ -41,7 +41,9 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "quire", *argv]
 
 
-def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_error_at_start_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As happens under `ulimit -v`."""
 
     def read(*_: object) -> None:
@@ -72,15 +74,15 @@ def serving(*flags: str, ignored: Sequence[signal.Signals] = ()) -> Iterator[tup
             printed += line
             if line.startswith("curl"):
                 break
-        found = re.search(r"http://\S+:\d+", printed)
-        assert found, printed + process.stderr.read()
-        yield process, found.group(), printed
+        url_match = re.search(r"http://\S+:\d+", printed)
+        assert url_match, printed + process.stderr.read()
+        yield process, url_match.group(), printed
     finally:
         process.kill()
         process.communicate()
 
 
-def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
+def test_serve_prints_model_names_and_working_curl_line() -> None:
     with serving("--served-model-name", "tales", "stories") as (process, base, printed):
         assert printed.startswith("quire ")
         assert "tales, stories: " in printed
@@ -99,7 +101,7 @@ def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
 
 
 @pytest.mark.slow
-def test_there_is_a_line_for_each_request() -> None:
+def test_serve_logs_line_per_request() -> None:
     with serving() as (process, base, _):
         httpx.get(f"{base}/v1/models")
         assert process.stderr is not None
@@ -110,7 +112,7 @@ OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIG
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
-def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
+def test_signal_drains_open_stream_and_exits_0(number: signal.Signals) -> None:
     """After the signal an open stream continues to its [DONE]; new connections are refused."""
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
     with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
@@ -130,28 +132,30 @@ def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_lets_open_streams_end() -> None:
+def test_closed_terminal_drains_open_stream() -> None:
     """A terminal that closes takes the server's output with it and sends SIGHUP more than once."""
-    ours, theirs = os.openpty()
+    controller_fd, terminal_fd = os.openpty()
     hang_up = (
         "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     )
     argv = [sys.executable, "-c", hang_up, *command("serve", "--port", "0", *SMALL)]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=buffered)
-    os.close(theirs)
+    process = subprocess.Popen(
+        argv, stdin=terminal_fd, stdout=terminal_fd, stderr=terminal_fd, start_new_session=True, env=buffered
+    )
+    os.close(terminal_fd)
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
     try:
         printed = b""
         while b"curl -N" not in printed:
-            printed += os.read(ours, 4096)
+            printed += os.read(controller_fd, 4096)
         base = re.search(r"http://\S+:\d+", printed.decode())
         assert base
         with httpx.stream("POST", f"{base.group()}/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: {")
-            os.close(ours)
+            os.close(controller_fd)
             assert next(line for line in lines if line).startswith("data: {")
             process.send_signal(signal.SIGHUP)
             rest = [line for line in lines if line]
@@ -164,7 +168,7 @@ def test_a_closed_terminal_lets_open_streams_end() -> None:
 
 
 @pytest.mark.slow
-def test_signals_ignored_at_the_start() -> None:
+def test_serve_keeps_sighup_ignored_and_handles_ignored_sigint() -> None:
     """A server started by nohup outlives its terminal. A script's background server, which ignores SIGINT at its start,
     still ends on Ctrl-C.
     """
@@ -177,7 +181,7 @@ def test_signals_ignored_at_the_start() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_second_ctrl_c_exits_immediately() -> None:
     body = {"prompt": "Once", "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True}
     with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
         assert process.stderr is not None
@@ -191,7 +195,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 @pytest.mark.slow
 @needs_proc
-def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_process_gets_openmp_and_malloc_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     with serving() as (process, _, _):
         (engine,) = engines(process.pid)
@@ -203,20 +207,20 @@ def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pyt
 
 @pytest.mark.slow
 @needs_proc
-def test_what_computes_may_give_way_to_others() -> None:
-    own = os.getpriority(os.PRIO_PROCESS, 0)
+def test_niceness_applies_to_engine_process_only() -> None:
+    own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
     with serving("--niceness", "3") as (process, _, _):
         (engine,) = engines(process.pid)
         threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{engine}/task").glob("*/stat")]
         niceness = [int(fields[16]) for fields in threads]
-        assert os.getpriority(os.PRIO_PROCESS, engine) == min(own + 3, 19)
-        assert sum(each == min(own + 3, 19) for each in niceness) >= len(niceness) // 2
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == own
+        assert os.getpriority(os.PRIO_PROCESS, engine) == min(own_niceness + 3, 19)
+        assert sum(each == min(own_niceness + 3, 19) for each in niceness) >= len(niceness) // 2
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == own_niceness
 
 
 @pytest.mark.slow
 @needs_proc
-def test_the_engine_ends_with_the_server() -> None:
+def test_engine_process_ends_with_killed_server() -> None:
     with serving() as (process, _, _):
         started = children(process.pid)
         assert started
@@ -228,7 +232,7 @@ def test_the_engine_ends_with_the_server() -> None:
 
 @pytest.mark.slow
 @needs_proc
-def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tmp_path: Path) -> None:
+def test_server_exits_1_when_killed_engine_cannot_restart(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)
     with serving("--model", str(model), "--max-engine-starts", "2") as (process, _, _):
@@ -237,15 +241,15 @@ def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tm
         os.kill(engine, signal.SIGKILL)
         assert process.wait(60) == 1
         assert process.stderr is not None
-        said = process.stderr.read()
-        assert "engine start 1 of 2 failed: model: model has no config.json" in said
-        assert "the engine could not be restarted: model: model has no config.json" in said
-        assert "quire serve: the engine ended" in said
+        log = process.stderr.read()
+        assert "engine start 1 of 2 failed: model: model has no config.json" in log
+        assert "the engine could not be restarted: model: model has no config.json" in log
+        assert "quire serve: the engine ended" in log
 
 
 @pytest.mark.slow
 @needs_proc
-def test_ctrl_c_while_the_model_loads_exits_0() -> None:
+def test_ctrl_c_during_model_load_exits_0() -> None:
     process = subprocess.Popen(command("serve", "--port", "0", *SMALL), stderr=subprocess.PIPE, text=True)
     while not engines(process.pid):
         assert process.poll() is None
@@ -254,9 +258,9 @@ def test_ctrl_c_while_the_model_loads_exits_0() -> None:
     assert (process.returncode, err) == (0, "")
 
 
-def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_port_in_use_is_reported_before_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         done = subprocess.run(
             command("serve", "--port", str(port), "--model", "nowhere"), capture_output=True, text=True
         )
@@ -277,7 +281,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
         (["--attention-backend", "magic"], "attention_backend"),
     ],
 )
-def test_an_engine_that_cannot_start_is_one_line_and_status_1(flags: list[str], message: str) -> None:
+def test_engine_start_error_prints_one_line_and_exits_1(flags: list[str], message: str) -> None:
     done = subprocess.run(command("serve", "--port", "0", *flags), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("quire serve: ")
@@ -285,7 +289,7 @@ def test_an_engine_that_cannot_start_is_one_line_and_status_1(flags: list[str], 
     assert done.stderr.count("\n") == 1
 
 
-def test_a_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_setting_prints_one_line_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["serve", "--max-num-seqs", "0"])
     assert exit_info.value.code == 2
@@ -294,7 +298,7 @@ def test_a_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_print_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--version"], ["--help"], ["serve", "--help"], ["chat", "--help"], ["run", "--help"]):
         with pytest.raises(SystemExit) as exit_info:
             main(argv)
@@ -310,18 +314,18 @@ def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
 
 
-def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, said in (
+def test_unknown_command_is_answered_with_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, message in (
         (["serv"], "quire: no command 'serv'; did you mean serve?"),
         (["zzz"], "quire: no command 'zzz'; quire --help lists them"),
         (["bench", "serv"], "quire bench: no 'serv'; did you mean serve?"),
         (["--port", "80"], "quire: flags follow a command: quire serve --port 80"),
     ):
         assert main(argv) == 2
-        assert capsys.readouterr().err == said + "\n"
+        assert capsys.readouterr().err == message + "\n"
 
 
-def test_binding_to_an_address_of_another_machine_is_an_error() -> None:
+def test_binding_to_unknown_host_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1: "):
         bind_tcp_socket("no.such.host.invalid", 1)
 
@@ -330,12 +334,12 @@ def test_binding_to_an_address_of_another_machine_is_an_error() -> None:
     ("host", "shown"),
     [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("10.0.0.5", "http://10.0.0.5:80")],
 )
-def test_the_url_is_one_to_paste(host: str, shown: str) -> None:
+def test_listen_url_is_usable_by_client(host: str, shown: str) -> None:
     assert listen_url(host, 80) == shown
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_says_so_in_the_figures_of_the_plan_and_what_would(tmp_path: Path) -> None:
+def test_serve_reports_missing_memory_with_figures_of_plan(tmp_path: Path) -> None:
     """The model is a sparse file of 600 * 2**30 float32 values and the config.json of an 8 B model."""
     config = LLAMA_8B | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))

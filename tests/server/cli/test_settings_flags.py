@@ -31,86 +31,89 @@ class Small(BaseModel):
     ratio: float | None = Field(None, gt=0, description="Ratio")
 
 
-def small(*argv: str) -> Small:
+def parse_small(*argv: str) -> Small:
     parser = argparse.ArgumentParser(prog="small", allow_abbrev=False, add_help=False)
     parser.add_argument("name", nargs="?")
     add_settings_flags(parser, Small, {Small: "all"})
     return parse_settings(parser, argv, Small, "name")[1]
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def usage_error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as exit_info:
-        small(*argv)
+        parse_small(*argv)
     assert exit_info.value.code == 2
     return capsys.readouterr().err
 
 
-def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_environment_over_file_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "some.toml"
     file.write_text('size = 2\nratio = 0.5\nkind = "b"\nnames = ["x"]\n')
     monkeypatch.setenv("QUIRE_SIZE", "3")
     monkeypatch.setenv("QUIRE_RATIO", "0.25")
-    settings = small("--config", str(file), "--size", "4")
+    settings = parse_small("--config", str(file), "--size", "4")
     assert (settings.size, settings.ratio, settings.kind, settings.names) == (4, 0.25, "b", ["x"])
     assert (settings.model, settings.fast) == ("demo", True)
 
 
 @pytest.mark.parametrize("argv", [["x", "y", "--names", "z"], ["x", "--names", "y", "z"], ['["x","y"]', "z"]])
-def test_a_list_takes_several_values_and_repeats(argv: list[str]) -> None:
-    assert small("--names", *argv).names == ["x", "y", "z"]
+def test_list_flag_takes_several_values_and_repeats(argv: list[str]) -> None:
+    assert parse_small("--names", *argv).names == ["x", "y", "z"]
 
 
 @pytest.mark.parametrize("text", ["x,y", '["x", "y"]', " x , y,"])
-def test_a_list_in_the_environment_is_json_or_has_commas(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_in_environment_is_json_or_comma_separated(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_NAMES", text)
-    assert small().names == ["x", "y"]
+    assert parse_small().names == ["x", "y"]
 
 
-def test_booleans_are_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert small("--no-fast").fast is False
+def test_boolean_flags_switch_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_small("--no-fast").fast is False
     monkeypatch.setenv("QUIRE_FAST", "false")
-    assert small().fast is False
-    assert small("--fast").fast is True
+    assert parse_small().fast is False
+    assert parse_small("--fast").fast is True
 
 
-def test_the_model_is_an_argument_or_a_flag_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:
-    assert small("mine").model == "mine"
-    assert small("--model", "mine").model == "mine"
-    assert "given twice" in complaint(capsys, "mine", "--model", "other")
+def test_model_is_argument_or_flag_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_small("mine").model == "mine"
+    assert parse_small("--model", "mine").model == "mine"
+    assert "given twice" in usage_error(capsys, "mine", "--model", "other")
 
 
-def test_a_bad_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    message = complaint(capsys, "--size", "many")
+def test_invalid_flag_value_is_reported_with_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    message = usage_error(capsys, "--size", "many")
     assert message.count("\n") == 1
     assert message.startswith("small: size: ")
     assert "'many' (flag --size)" in message
 
 
-def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_value_is_reported_with_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUIRE_KIND", "c")
-    message = complaint(capsys)
+    message = usage_error(capsys)
     assert "kind: input should be 'a' or 'b', got 'c' (environment variable QUIRE_KIND)" in message
 
 
-def test_a_bad_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_invalid_config_file_is_reported_with_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text("size = 0\nsizes = 3\n")
-    message = complaint(capsys, "--config", str(file))
+    message = usage_error(capsys, "--config", str(file))
     assert f"size: input should be greater than or equal to 1, got 0 (file {file})" in message
     assert f"sizes: no such setting, did you mean size? (file {file})" in message
     file.write_text("size = ")
-    assert f"{file} is not TOML" in complaint(capsys, "--config", str(file))
-    said = complaint(capsys, "--config", "nowhere.toml")
+    assert f"{file} is not TOML" in usage_error(capsys, "--config", str(file))
+    missing_file_error = usage_error(capsys, "--config", "nowhere.toml")
     assert (
-        f"cannot read --config nowhere.toml: No such file or directory; presets are {', '.join(preset_names())}" in said
+        f"cannot read --config nowhere.toml: No such file or directory; presets are {', '.join(preset_names())}"
+        in missing_file_error
     )
-    assert "; did you mean batch?" in complaint(capsys, "--config", "bach")
+    assert "; did you mean batch?" in usage_error(capsys, "--config", "bach")
 
 
-def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_error_names_source_with_highest_precedence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text("size = 2")
-    assert "(flag --size)" in complaint(capsys, "--config", str(file), "--size", "0")
+    assert "(flag --size)" in usage_error(capsys, "--config", str(file), "--size", "0")
 
 
 @pytest.mark.parametrize(
@@ -126,26 +129,26 @@ def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[
         ("QUIRE_CTX_SIZE", "no such setting, use QUIRE_MAX_MODEL_LEN"),
     ],
 )
-def test_a_variable_that_is_no_setting_ends_the_start(
+def test_unknown_environment_variable_is_rejected(
     name: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "3")
-    assert complaint(capsys) == f"small: environment variable {name}: {said}\n"
+    assert usage_error(capsys) == f"small: environment variable {name}: {said}\n"
 
 
-def test_variables_that_are_not_ours_to_judge_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_and_foreign_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of another command, of the kernels, and those that Kubernetes sets for services."""
     links = {"QUIRE_SERVICE_HOST": "10.0.0.7", "QUIRE_SERVICE_PORT": "80", "QUIRE_SERVICE_PORT_HTTP": "80"}
     links |= {"QUIRE_PORT_80_TCP": "tcp://10.0.0.7:80", "QUIRE_PORT_80_TCP_ADDR": "10.0.0.7"}
     links |= {"QUIRE_UI_PORT": "tcp://10.0.0.8:80", "QUIRE_UI_SERVICE_HOST": "10.0.0.8"}
     for name, value in {"QUIRE_HOST": "::1", "QUIRE_CPU_ISA": "plain", **links}.items():
         monkeypatch.setenv(name, value)
-    assert small().size == 1
+    assert parse_small().size == 1
     monkeypatch.setenv("QUIRE_PORT", "tcp://10.0.0.7:80")
     assert load_settings(ServerConfig, {}).port == 8000
 
 
-def test_programs_may_have_the_servers_settings_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_config_ignores_server_variables_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ServerConfig.model_fields.keys() - EngineConfig.model_fields.keys():
         monkeypatch.setenv(f"QUIRE_{name.upper()}", "x")
     assert load_settings(EngineConfig, {}, origin="argument {key}") == EngineConfig()
@@ -154,7 +157,7 @@ def test_programs_may_have_the_servers_settings_in_their_environment(monkeypatch
         load_settings(EngineConfig, {}, origin="argument {key}")
 
 
-def test_keys_of_a_file_may_have_dashes(tmp_path: Path) -> None:
+def test_config_file_keys_may_have_dashes(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text("max-model-len = 77")
     assert load_settings(EngineConfig, {}, str(file)).max_model_len == 77
@@ -167,26 +170,26 @@ def test_every_preset_loads_by_name(preset: str, monkeypatch: pytest.MonkeyPatch
     assert settings != load_settings(ServerConfig, {})
 
 
-def test_settings_survive_json() -> None:
+def test_server_config_survives_json_round_trip() -> None:
     """Settings are sent to the engine process as JSON."""
     settings = load_settings(ServerConfig, {"max_model_len": "64", "served_model_name": ["x"]})
-    again = ServerConfig.model_validate(json.loads(settings.model_dump_json()))
-    assert again == settings
+    restored = ServerConfig.model_validate(json.loads(settings.model_dump_json()))
+    assert restored == settings
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("32k", 32_000), ("32K", 32_768), ("1M", 2**20), ("77", 77)])
-def test_counts_of_tokens_may_have_a_unit(text: str, tokens: int) -> None:
+def test_token_counts_accept_unit_suffix(text: str, tokens: int) -> None:
     assert load_settings(EngineConfig, {"max_model_len": text}).max_model_len == tokens
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens: .*valid integer"):
         load_settings(EngineConfig, {"max_num_batched_tokens": "8kk"})
 
 
-def test_a_settings_error_is_a_config_error() -> None:
+def test_invalid_setting_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"port: .*less than or equal to 65535, got '99999' \(flag --port\)"):
         load_settings(ServerConfig, {"port": "99999"})
 
 
-def test_help_shows_every_field_with_its_description_and_default() -> None:
+def test_help_shows_every_field_with_description_and_default() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_settings_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     text = " ".join(parser.format_help().split())
@@ -197,20 +200,20 @@ def test_help_shows_every_field_with_its_description_and_default() -> None:
     assert "Port to listen on; 0: any free one (default: 8000)" in text
 
 
-def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, "--uds", "4", "-ngl=9", "--sise", "2", "--zzz")
-    assert said.splitlines() == [
+def test_unknown_flags_are_answered_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    message = usage_error(capsys, "--uds", "4", "-ngl=9", "--sise", "2", "--zzz")
+    assert message.splitlines() == [
         "small: cannot be understood:",
         "  --uds: a proxy in front can do it",
         "  -ngl: --cpu-offload-gb leaves a GPU's layers in the host's memory, --weights-on-disk a CPU's on a disk",
         "  --sise: did you mean --size?",
         "  --zzz: not known; see --help",
     ]
-    assert "  b: one argument too many" in complaint(capsys, "a", "b")
+    assert "  b: one argument too many" in usage_error(capsys, "a", "b")
 
 
-def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    config = small(
+def test_flags_without_effect_are_ignored_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_small(
         "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--config_format=auto", "--size", "2", "--jinja"
     )
     assert (config.model, config.size) == ("mine", 2)
@@ -221,7 +224,7 @@ def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: p
     )
 
 
-def test_vllm_s_short_names_and_other_types() -> None:
+def test_vllm_short_flags_and_dtype_names_are_accepted() -> None:
     parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     add_settings_flags(parser, ServerConfig, {ServerConfig: "all"})
     config = parse_settings(parser, ["-tp", "2", "--dtype", "half", "--num-gpu-blocks-override=9"], ServerConfig)[1]
@@ -229,14 +232,14 @@ def test_vllm_s_short_names_and_other_types() -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "trace", "quantize", "bench serve", "verify"])
-def test_every_command_says_what_a_flag_may_mean(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_unknown_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command.split(), "a", "b", "--format=int8", "--output_", "--mode", "x"])
     assert exit_info.value.code == 2
     assert "cannot be understood:\n" in capsys.readouterr().err
 
 
-def test_advice_on_flags_names_flags_that_are_there() -> None:
+def test_advice_on_foreign_flags_names_existing_flags() -> None:
     known = {"--" + name.replace("_", "-") for name in ServerConfig.model_fields}
     advice = foreign_flags()
     assert set(re.findall(r"--[a-z-]+", " ".join(each.text for each in advice.values()))) <= known
@@ -245,14 +248,14 @@ def test_advice_on_flags_names_flags_that_are_there() -> None:
 
 
 def test_flags_may_have_underscores() -> None:
-    assert small("--ratio=0.5", "--names", "a_b").names == ["a_b"]
+    assert parse_small("--ratio=0.5", "--names", "a_b").names == ["a_b"]
     parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     add_settings_flags(parser, ServerConfig, {ServerConfig: "all"})
     config = parse_settings(parser, ["--max_model_len=77", "--served_model_name", "a_b"], ServerConfig)[1]
     assert (config.max_model_len, config.served_model_name) == (77, ["a_b"])
 
 
-def test_a_key_on_the_command_line_is_said_to_show_there(
+def test_api_key_flag_warns_about_process_list(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parser = argparse.ArgumentParser(prog="serve", add_help=False)
@@ -261,30 +264,30 @@ def test_a_key_on_the_command_line_is_said_to_show_there(
     assert parse_settings(parser, [], ServerConfig)[1].api_key == ["secret"]
     assert capsys.readouterr().err == ""
     parse_settings(parser, ["--admin-api-key", "other"], ServerConfig)
-    told = capsys.readouterr().err
-    assert "--admin-api-key shows in the list of processes; QUIRE_ADMIN_API_KEY and --api-key-file do not" in told
-    assert "other" not in told
+    warning = capsys.readouterr().err
+    assert "--admin-api-key shows in the list of processes; QUIRE_ADMIN_API_KEY and --api-key-file do not" in warning
+    assert "other" not in warning
 
 
-def test_a_key_given_to_vllm_is_said_not_to_guard(
+def test_ignored_vllm_api_key_variable_prints_warning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    small()
+    parse_small()
     assert capsys.readouterr().err == "small: VLLM_API_KEY is not read; QUIRE_API_KEY is\n"
 
 
-def test_torchrun_says_which_of_several_machines_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_set_node_rank_and_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Explicit settings take precedence. Without several nodes in the settings, torchrun launched another program."""
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    several = {"nnodes": "2", "tensor_parallel_size": "2"}
-    found = load_settings(EngineConfig, several)
-    assert (found.master_addr, found.master_port, found.node_rank) == ("10.0.0.1", 1234, 1)
-    assert load_settings(EngineConfig, several | {"node_rank": "0", "master_port": "5"}).master_port == 5
+    two_nodes = {"nnodes": "2", "tensor_parallel_size": "2"}
+    config = load_settings(EngineConfig, two_nodes)
+    assert (config.master_addr, config.master_port, config.node_rank) == ("10.0.0.1", 1234, 1)
+    assert load_settings(EngineConfig, two_nodes | {"node_rank": "0", "master_port": "5"}).master_port == 5
     assert load_settings(EngineConfig, {}) == EngineConfig()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert load_settings(EngineConfig, several).master_port == EngineConfig().master_port
+    assert load_settings(EngineConfig, two_nodes).master_port == EngineConfig().master_port
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(ConfigError, match=r"node_rank: .*got 'one' \(environment variable RANK\)"):
-        load_settings(EngineConfig, several)
+        load_settings(EngineConfig, two_nodes)

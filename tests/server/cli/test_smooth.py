@@ -16,7 +16,7 @@ from tests.tiny_models import save_tiny_model
 TOKENIZER = byte_level_tokenizer().tokenizer
 
 
-def test_lines_are_samples_and_a_text_is_cut(tmp_path: Path) -> None:
+def test_calibration_file_yields_sample_per_line_and_cut_text(tmp_path: Path) -> None:
     lines = [{"text": "A" * 600}, {"prompt": "AB"}, {"messages": [{"role": "user", "content": "A"}], "id": 3}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     first, second, third = read_tokenized_samples(tmp_path / "a.jsonl", TOKENIZER, 100)
@@ -38,7 +38,9 @@ def test_lines_are_samples_and_a_text_is_cut(tmp_path: Path) -> None:
         ("missing", None, "No such file"),
     ],
 )
-def test_a_file_that_gives_no_samples_is_refused(name: str, content: str | None, says: str, tmp_path: Path) -> None:
+def test_invalid_calibration_file_raises_config_error(
+    name: str, content: str | None, says: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=says) as raised:
@@ -53,7 +55,7 @@ def test_a_file_that_gives_no_samples_is_refused(name: str, content: str | None,
         (("--format", "w8a8", "--smooth-strength", "1.5"), "smooth_strength: 1.5 is not in 0 to 1"),
     ],
 )
-def test_flags_that_mean_nothing_are_refused(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_quantize_rejects_smooth_flags_without_meaning(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
     (tmp_path / "a.txt").write_text("A")
     with pytest.raises(ConfigError, match=says):
@@ -61,7 +63,7 @@ def test_flags_that_mean_nothing_are_refused(flags: tuple[str, ...], says: str, 
 
 
 @pytest.mark.slow
-def test_the_command_smooths(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quantize_smooth_smooths_norms(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
     TOKENIZER.backend.save(str(path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("What is read here is of no matter. " * 9)

@@ -34,16 +34,16 @@ async def verify(model: str) -> tuple[EngineInfo, dict[str, CheckResult]]:
     return info, {check.name: check for check in checks}
 
 
-def test_the_embedded_model_keeps_the_promise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_on_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--requests", "8", "--json", "--threads", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["mode"], found["passed"]) == ("deterministic", True)
-    names = [check["name"] for check in found["checks"]]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["mode"], report["passed"]) == ("deterministic", True)
+    names = [check["name"] for check in report["checks"]]
     assert names == ["batched", "prefix-hit", "respawned", "chunked", "preempted"]
-    assert all(check["tokens"] > 200 and check["exercised"] for check in found["checks"])
+    assert all(check["tokens"] > 200 and check["exercised"] for check in report["checks"])
 
 
-async def test_in_this_process_all_but_the_kill_is_exercised(model: str) -> None:
+async def test_in_process_verify_exercises_all_checks_but_respawn(model: str) -> None:
     info, checks = await verify(model)
     assert info.deterministic
     assert {name: check.has_passed for name, check in checks.items()} == {
@@ -56,7 +56,7 @@ async def test_in_this_process_all_but_the_kill_is_exercised(model: str) -> None
     assert checks["respawned"].differing == 0
 
 
-async def test_a_sampler_that_looks_at_its_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verify_detects_batch_dependent_sampler(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest: Callable[..., torch.Tensor] = device_sampler.sample_token_ids
 
     def broken(logits: torch.Tensor, rows: Any, *rest: Any, **named: Any) -> torch.Tensor:
@@ -69,7 +69,7 @@ async def test_a_sampler_that_looks_at_its_batch_is_found(model: str, monkeypatc
     assert not checks["batched"].has_passed
 
 
-async def test_a_kernel_that_rounds_by_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verify_detects_batch_dependent_kernel(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.engine.models.decoder import Decoder
 
     honest = Decoder.compute_logits
@@ -83,12 +83,12 @@ async def test_a_kernel_that_rounds_by_batch_is_found(model: str, monkeypatch: p
     assert checks["chunked"].differing > 0
 
 
-def test_replicas_are_refused_by_name() -> None:
+def test_verify_rejects_data_parallel_size() -> None:
     with pytest.raises(ConfigError, match="data_parallel_size: verify runs one engine"):
         verify_command.main(["--data-parallel-size", "2"], 0.0)
 
 
-def test_the_table_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_table_marks_failed_and_unexercised_checks(capsys: pytest.CaptureFixture[str]) -> None:
     info = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")
     print_check_results(
         info,

@@ -26,13 +26,13 @@ ASCEND = ["--quantization", "ascend"]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
-    made.add_argument("model_tag", nargs="?")
-    add_settings_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
-    return made
+    flag_parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
+    flag_parser.add_argument("model_tag", nargs="?")
+    add_settings_flags(flag_parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    return flag_parser
 
 
-def configured(*argv: str) -> ServerConfig:
+def parse_config(*argv: str) -> ServerConfig:
     return parse_settings(parser(), argv, ServerConfig, "model_tag")[1]
 
 
@@ -42,12 +42,12 @@ def is_runnable(argv: Sequence[str]) -> bool:
     return "--config" not in argv and "ascend" not in argv and not alone
 
 
-def test_every_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    made, wrong = parser(), []
+def test_every_serve_line_of_vllm_recipes_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    flag_parser, wrong = parser(), []
     for file, lines in SERVED.items():
         for argv in filter(is_runnable, lines):
             try:
-                config = parse_settings(made, argv, ServerConfig, "model_tag")[1]
+                config = parse_settings(flag_parser, argv, ServerConfig, "model_tag")[1]
                 assert config.model in argv or f"--model={config.model}" in argv or not argv[0][0].isalpha()
             except SystemExit:
                 wrong.append((file, argv, capsys.readouterr().err.splitlines()[-1]))
@@ -55,33 +55,33 @@ def test_every_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(map(len, SERVED.values())) > 1000
 
 
-def test_every_measurement_is_understood_or_needs_a_data_set_from_elsewhere(
+def test_every_bench_line_of_vllm_recipes_is_accepted_or_lacks_dataset(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = [argv for each in TABLE["files"].values() for argv in each.get("bench", [])]
     wrong = []
     for argv in lines:
-        made = build_serve_bench_parser()
+        bench_parser = build_serve_bench_parser()
         try:
-            apply_vllm_flags(made, parse_flags(made, argv[2:]))
+            apply_vllm_flags(bench_parser, parse_flags(bench_parser, argv[2:]))
         except SystemExit:
-            if "would be downloaded" not in (said := capsys.readouterr().err):
-                wrong.append((argv, said))
+            if "would be downloaded" not in (error := capsys.readouterr().err):
+                wrong.append((argv, error))
     assert not wrong
     assert len(lines) > 50
 
 
-def test_a_device_that_is_not_served_is_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_device_is_rejected_with_reason(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (ASCEND, ["--device", "tpu"], ["--device=xla"], ["--device", "npu"], ["--device", "hpu:0"]):
         with pytest.raises(SystemExit):
-            configured("mine", *argv)
-        said = capsys.readouterr().err
-        assert "input should be" not in said
-        assert any(why in said for why in ("PyTorch of their own", "for each new shape")), said
+            parse_config("mine", *argv)
+        message = capsys.readouterr().err
+        assert "input should be" not in message
+        assert any(why in message for why in ("PyTorch of their own", "for each new shape")), message
 
 
-def test_flags_of_the_recipes_mean_what_they_mean_there() -> None:
-    config = configured(
+def test_recipe_flags_set_expected_config_values() -> None:
+    config = parse_config(
         *("mine", "--hf-overrides", '{"max_position_embeddings": 1010000}', "--hf-overrides.rope_scaling.factor=4"),
         *("--default-chat-template-kwargs.thinking", "true", "--default-chat-template-kwargs.reasoning_effort=high"),
         *("--generation-config", "vllm", "--override-generation-config", '{"max_new_tokens": null}'),
@@ -96,7 +96,7 @@ def test_flags_of_the_recipes_mean_what_they_mean_there() -> None:
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("mtp", 3)
 
 
-def test_overrides_are_merged_into_inner_configurations_and_replace_all_else() -> None:
+def test_merge_overrides_merges_inner_configs_and_replaces_others() -> None:
     raw = {"rope_scaling": {"factor": 2, "type": "yarn"}, "text_config": {"hidden_size": 8, "rope": {"a": 1}}}
     merged = merge_overrides(raw, {"rope_scaling": {"factor": 4}, "text_config": {"rope": {"b": 2}}, "new": 1})
     assert merged == {"rope_scaling": {"factor": 4}, "text_config": {"hidden_size": 8, "rope": {"b": 2}}, "new": 1}
@@ -122,21 +122,25 @@ def test_overrides_are_merged_into_inner_configurations_and_replace_all_else() -
         ),
     ],
 )
-def test_every_parser_of_vllm_is_auto_or_one_of_ours(flag: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_parser_names_are_accepted_or_become_auto(
+    flag: str, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     field = flag.strip("-").replace("-", "_")
     for name in names.split():
-        value = getattr(configured("mine", flag, name), field)
-        said = capsys.readouterr().err
-        assert value == name if not said else (value == "auto" and "chat template" in said and said.count("\n") == 1)
+        value = getattr(parse_config("mine", flag, name), field)
+        notice = capsys.readouterr().err
+        assert (
+            value == name if not notice else (value == "auto" and "chat template" in notice and notice.count("\n") == 1)
+        )
         assert getattr(ServerConfig(**{field: name}), field) in ("auto", name)  # as from a file or a variable
 
 
-def test_a_parser_of_a_plugin_is_auto_and_one_of_nobody_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    config = configured("mine", "--reasoning-parser-plugin", "nano.py", "--reasoning-parser", "nano_v3")
+def test_plugin_parser_becomes_auto_and_unknown_parser_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config("mine", "--reasoning-parser-plugin", "nano.py", "--reasoning-parser", "nano_v3")
     assert config.reasoning_parser == "auto"
     assert "no code of others runs" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        configured("mine", "--reasoning-parser", "nano_v3")
+        parse_config("mine", "--reasoning-parser", "nano_v3")
 
 
 SWITCHES = [name for name, field in ServerConfig.model_fields.items() if field.annotation in (bool, bool | None)]
@@ -144,14 +148,14 @@ SWITCHES = [name for name, field in ServerConfig.model_fields.items() if field.a
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_every_switch_takes_true_and_false(name: str) -> None:
+def test_boolean_flag_accepts_true_and_false_values(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     for on in (f"{flag}=true", f"{flag}=True", f"{flag}=1", flag, f"{flag.replace('--', '--no-', 1)}=False"):
-        assert getattr(configured("mine", on), name) is True
+        assert getattr(parse_config("mine", on), name) is True
     for off in (f"{flag}=False", f"{flag}=false", f"{flag}=0", flag.replace("--", "--no-", 1)):
-        assert getattr(configured("mine", off), name) is False
-    assert getattr(configured("mine", flag, "False"), name) is False
-    assert configured("mine", flag, "True", "--port", "9").port == 9
+        assert getattr(parse_config("mine", off), name) is False
+    assert getattr(parse_config("mine", flag, "False"), name) is False
+    assert parse_config("mine", flag, "True", "--port", "9").port == 9
 
 
 @pytest.mark.parametrize(
@@ -166,15 +170,15 @@ def test_every_switch_takes_true_and_false(name: str) -> None:
         ["--enable-lora", "true"],
     ],
 )
-def test_a_model_behind_a_flag_is_no_part_of_the_list_before_it(between: list[str]) -> None:
-    config = configured("--served-model-name", "a", "b", *between, "mine")
+def test_model_after_flag_does_not_extend_list_flag(between: list[str]) -> None:
+    config = parse_config("--served-model-name", "a", "b", *between, "mine")
     assert (config.model, config.served_model_name) == ("mine", ["a", "b"])
-    assert configured("--served-model-name", "a", *between, "--port", "9", "mine").model == "mine"
+    assert parse_config("--served-model-name", "a", *between, "--port", "9", "mine").model == "mine"
 
 
-def test_a_switch_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_boolean_flag_rejects_other_values(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        configured("mine", "--enable-lora=perhaps")
+        parse_config("mine", "--enable-lora=perhaps")
     assert "perhaps" in capsys.readouterr().err
 
 
@@ -197,8 +201,8 @@ def test_a_switch_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None
         (["--data-parallel-size", "4", "--data-parallel-address", "10.0.0.1"], 4),
     ],
 )
-def test_a_machine_of_several_serves_its_own_engines(argv: list[str], engines: int) -> None:
-    assert configured("mine", *argv).data_parallel_size == engines
+def test_vllm_data_parallel_flags_set_local_engine_count(argv: list[str], engines: int) -> None:
+    assert parse_config("mine", *argv).data_parallel_size == engines
 
 
 @pytest.mark.parametrize(
@@ -212,9 +216,9 @@ def test_a_machine_of_several_serves_its_own_engines(argv: list[str], engines: i
         ["--root-path", "llm"],
     ],
 )
-def test_objects_that_are_none_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_object_flags_are_rejected(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        configured("mine", *argv)
+        parse_config("mine", *argv)
     assert argv[0].partition(".")[0].strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
 
 
@@ -228,10 +232,10 @@ def test_objects_that_are_none_are_refused(argv: list[str], capsys: pytest.Captu
         ('{"method": "qwen3_5_mtp", "enforce_eager": true}', "mtp"),
     ],
 )
-def test_what_only_says_how_tokens_are_guessed_does_no_harm(
+def test_vllm_speculative_config_sets_expected_method(
     given: str, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configured("mine", "--speculative-config", given).speculative_config
+    config = parse_config("mine", "--speculative-config", given).speculative_config
     assert config is not None
     assert config.method == method
     assert config.model is None or method != "mtp"
@@ -239,19 +243,19 @@ def test_what_only_says_how_tokens_are_guessed_does_no_harm(
         assert "changes nothing: --speculative-config" in capsys.readouterr().err
 
 
-def test_a_yaml_file_says_flags_as_vllm_s_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_config_file_accepts_vllm_flag_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
         "model: theirs\nkv-cache-dtype: fp8\nasync-scheduling: true\nno-enable-prefix-caching: true\nmax_num_seqs: 64\n"
         "served-model-name: [a, b]\nhf-overrides: {rope_scaling: {factor: 2}}\ncompilation-config: '{\"mode\": 3}'\n"
     )
-    config = configured("--config", str(file), "--max-num-seqs", "8")
+    config = parse_config("--config", str(file), "--max-num-seqs", "8")
     assert (config.model, config.kv_cache_dtype, config.max_num_seqs) == ("theirs", "fp8", 8)
     assert (config.served_model_name, config.hf_overrides) == (["a", "b"], {"rope_scaling": {"factor": 2}})
     assert not config.enable_prefix_caching
-    assert configured("mine", "--config", str(file)).model == "mine"
+    assert parse_config("mine", "--config", str(file)).model == "mine"
     file.write_text("- a\n")
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        configured("--config", str(file))
+        parse_config("--config", str(file))
     assert "must be a mapping" in capsys.readouterr().err

@@ -207,7 +207,7 @@ class Read:
 def read(format: RequestMessageFormat, pieces: Sequence[str]) -> Read:
     """Assemble the message as a client does from deltas."""
     parser = AssistantMessageParser(format)
-    found, content, reasoning = list[list[str]](), "", ""
+    names_and_arguments, content, reasoning = list[list[str]](), "", ""
     place = 0
     for index, piece in enumerate(pieces):
         delta = parser.parse_delta(piece, range(place, place + len(piece)), final=index == len(pieces) - 1)
@@ -215,6 +215,6 @@ def read(format: RequestMessageFormat, pieces: Sequence[str]) -> Read:
         content, reasoning = content + delta.content, reasoning + delta.reasoning
         for call in delta.tool_calls:
             if call.name is not None:
-                found.append([call.name, ""])
-            found[-1][1] += call.arguments
-    return Read(content, reasoning, [Call(name, json.loads(arguments)) for name, arguments in found])
+                names_and_arguments.append([call.name, ""])
+            names_and_arguments[-1][1] += call.arguments
+    return Read(content, reasoning, [Call(name, json.loads(arguments)) for name, arguments in names_and_arguments])

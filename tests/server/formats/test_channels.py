@@ -79,7 +79,7 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "reasoning", "content", "made"), CASES)
-def test_the_parts_of_an_answer_however_it_is_cut(
+def test_reasoning_content_and_calls_parse_same_at_any_split(
     name: str, text: str, reasoning: str, content: str, made: list[Call]
 ) -> None:
     format = Subject(MODELS[name]).message_format()
@@ -90,13 +90,13 @@ def test_the_parts_of_an_answer_however_it_is_cut(
 
 
 @pytest.mark.parametrize("name", ["bare_python", "json_in_string", "lines", "fenced", "python_dict"])
-def test_text_that_is_no_call_is_not_held_back(name: str) -> None:
+def test_plain_text_streams_without_delay(name: str) -> None:
     parser = AssistantMessageParser(Subject(OWN[name]).message_format())
     assert parser.parse_delta("Hello, ", range(7)).content.rstrip() == "Hello,"
     assert parser.parse_delta("world (", range(7, 14)).content.strip() == "world ("
 
 
-def test_what_ends_a_turn_is_dropped_where_calls_begin_with_it() -> None:
+def test_turn_end_token_is_dropped_when_calls_begin_with_same_token() -> None:
     calls = "{% for c in m.tool_calls or [] %}<|sep|>call<|is|>{{ c.function | tojson }}{% endfor %}"
     one = Subject(template("{{ m.content }}" + calls, lead="<|model|>", end="<|sep|>\n"))
     for text, expected in (
@@ -105,8 +105,8 @@ def test_what_ends_a_turn_is_dropped_where_calls_begin_with_it() -> None:
         ("Hi.<|sep|>there", ("Hi.<|sep|>there", [])),
     ):
         for pieces in ([text], list(text)):
-            found = read(one.message_format(), pieces)
-            assert (found.content.strip(), found.calls) == expected
+            message = read(one.message_format(), pieces)
+            assert (message.content.strip(), message.calls) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_ends_a_turn_is_dropped_where_calls_begin_with_it() -> None:
         ("framed", '<|think|>hm<|/think|><|say|>{"a": 1}<|/say|>', '<|think|>hm<|/think|>{"a": 1}'),
     ],
 )
-def test_a_requested_format_stands_in_the_frame_of_content(name: str, right: str, wrong: str) -> None:
+def test_json_grammar_applies_inside_content_delimiters(name: str, right: str, wrong: str) -> None:
     one = Subject(MODELS[name])
     format, tokenizer = one.message_format(), one.tokenizer
     schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -134,7 +134,7 @@ def test_a_requested_format_stands_in_the_frame_of_content(name: str, right: str
     assert json.loads(read(format, [right]).content) == {"a": 1}
 
 
-async def test_a_framed_answer_over_http_and_in_a_stream() -> None:
+async def test_chat_completion_splits_recipient_parts_whole_and_streamed() -> None:
     text = " to=self<|is|>hm é<|part|><|go|>model to=user<|is|>Hi."
     engine = FakeEngine(scripted(text.encode(), EOS), eos=[EOS])
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -50,55 +50,55 @@ TEXTS = [
 ]
 
 
-def read(pieces: list[str], name: str = "hermes", *, in_blocks: bool = True) -> Found:
+def parse_pieces(pieces: list[str], name: str = "hermes", *, in_blocks: bool = True) -> Found:
     parser = ToolParser(named(name), TOOLS, in_blocks=in_blocks)
-    found = Found()
+    result = Found()
     for position, piece in enumerate(pieces):
         content, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
-        found.content += content
+        result.content += content
         for delta in deltas:
             if delta.name is not None:
-                found.calls.append((delta.name, ""))
-            called, arguments = found.calls[-1]
-            found.calls[-1] = (called, arguments + delta.arguments)
-    found.complete = parser.all_complete
-    return found
+                result.calls.append((delta.name, ""))
+            called, arguments = result.calls[-1]
+            result.calls[-1] = (called, arguments + delta.arguments)
+    result.complete = parser.all_complete
+    return result
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), BLOCKS)
-def test_a_block_with_a_call_is_one_however_it_is_cut(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    whole = read([text])
+def test_call_in_code_block_parses_same_at_any_split(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    whole = parse_pieces([text])
     assert (whole.content, whole.calls, whole.complete) == (content, calls, True)
     for pieces in all_cuts(text):
-        assert read(pieces) == whole, pieces
+        assert parse_pieces(pieces) == whole, pieces
 
 
-def test_an_indented_call_keeps_what_it_was_given() -> None:
-    ((name, arguments),) = read(list(f"```json\n{INDENTED}\n```")).calls
+def test_indented_json_call_keeps_arguments() -> None:
+    ((name, arguments),) = parse_pieces(list(f"```json\n{INDENTED}\n```")).calls
     assert (name, json.loads(arguments)) == ("weather", json.loads(ROME))
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_text_without_valid_call_block_stays_content(text: str) -> None:
     for pieces in ([text], list(text)):
-        found = read(pieces)
-        assert (found.content, found.calls) == (text, [])
+        result = parse_pieces(pieces)
+        assert (result.content, result.calls) == (text, [])
 
 
-def test_strictly_a_block_is_text() -> None:
+def test_code_block_stays_text_when_in_blocks_is_false() -> None:
     text = BLOCKS[0][0]
-    assert read([text], in_blocks=False).content == text
+    assert parse_pieces([text], in_blocks=False).content == text
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
-def test_every_format_reads_blocks_too_and_its_own_calls(name: str) -> None:
-    assert read([TWO_CALLS[name]], name).calls == CALLS
+def test_every_tool_format_parses_native_and_code_block_calls(name: str) -> None:
+    assert parse_pieces([TWO_CALLS[name]], name).calls == CALLS
     text = f"See.\n```json\n{WEATHER}\n```"
-    found = [read(pieces, name) for pieces in ([text], list(text))]
-    assert [(each.content, each.calls) for each in found] == [("See.", CALLS[:1])] * 2
+    results = [parse_pieces(pieces, name) for pieces in ([text], list(text))]
+    assert [(each.content, each.calls) for each in results] == [("See.", CALLS[:1])] * 2
 
 
-def test_arguments_of_a_block_are_passed_on_while_they_come() -> None:
+def test_code_block_call_arguments_stream_incrementally() -> None:
     parser = ToolParser(named("hermes"), TOOLS, in_blocks=True)
     content, deltas = parser.extract_tool_calls(f"```json\n{WEATHER[: WEATHER.index('Ro') + 2]}")
     assert content == ""
@@ -127,13 +127,13 @@ PARTS = (
 
 @slowly
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=12), lengths=st.lists(st.integers(1, 5), min_size=1))
-def test_any_text_is_read_the_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
+def test_random_text_with_code_blocks_parses_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
     text, pieces, place = "".join(parts), list[str](), 0
     while place < len(text):
         length = lengths[len(pieces) % len(lengths)]
         pieces.append(text[place : place + length])
         place += length
-    assert read([*pieces, ""]) == read([text])
+    assert parse_pieces([*pieces, ""]) == parse_pieces([text])
 
 
 CHAT = "/v1/chat/completions"
@@ -147,7 +147,7 @@ def engine(text: str) -> FakeEngine:
     return FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=4096)
 
 
-async def test_the_api_calls_by_a_block_streamed_and_whole() -> None:
+async def test_api_returns_code_block_as_tool_call_whole_and_streamed() -> None:
     text = f"Let me look.\n```json\n{WEATHER}\n```"
     async with open_api(engine(text), chat_template=TEMPLATE) as api:
         choice = (await api.post(CHAT, ASKED))["choices"][0]
@@ -175,7 +175,7 @@ async def test_the_api_calls_by_a_block_streamed_and_whole() -> None:
             assert (message["content"], message.get("tool_calls") or []) == (text, [])
 
 
-async def test_the_flag_and_a_template_without_tools_leave_blocks_alone() -> None:
+async def test_code_block_stays_text_if_strict_or_template_lacks_tools() -> None:
     text = f"```json\n{WEATHER}\n```"
     async with open_api(engine(text), chat_template=TEMPLATE, strict_tool_calls=True) as api:
         message = (await api.post(CHAT, ASKED))["choices"][0]["message"]

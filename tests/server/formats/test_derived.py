@@ -72,11 +72,11 @@ def subject(name: str) -> Subject:
 
 
 def made(name: str, form: CallForm) -> Any:
-    found = calls(TEXTS.get(name), most=3 if form.allows_many else 1, null=name not in NO_NULL)
-    return found.filter(lambda made: all(map(filled, made))) if name in NO_NULL else found
+    strategy = calls(TEXTS.get(name), most=3 if form.allows_many else 1, null=name not in NO_NULL)
+    return strategy.filter(lambda made: all(map(has_no_empty_values, made))) if name in NO_NULL else strategy
 
 
-def filled(call: Any) -> bool:
+def has_no_empty_values(call: Any) -> bool:
     """True if nothing inside an argument is empty."""
 
     def full(value: Any, depth: int = 0) -> bool:
@@ -96,19 +96,19 @@ def form_of(name: str) -> CallForm:
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
-def test_calls_that_transformers_renders_are_read_back_however_they_are_cut(name: str, data: st.DataObject) -> None:
-    check_read_back(name, data, cuts=5)
+def test_inferred_form_parses_transformers_rendered_calls_at_any_split(name: str, data: st.DataObject) -> None:
+    assert_parses_rendered_calls(name, data, cuts=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWING)
 @settings(slowly, max_examples=SETS)
 @given(data=st.data())
-def test_more_sets_of_calls_are_read_back_at_every_cut(name: str, data: st.DataObject) -> None:
-    check_read_back(name, data, cuts=None)
+def test_inferred_form_parses_more_rendered_calls_at_every_split(name: str, data: st.DataObject) -> None:
+    assert_parses_rendered_calls(name, data, cuts=None)
 
 
-def check_read_back(name: str, data: st.DataObject, cuts: int | None) -> None:
+def assert_parses_rendered_calls(name: str, data: st.DataObject, cuts: int | None) -> None:
     one = subject(name)
     expected = data.draw(made(name, form_of(name)))
     text = one.turn(expected)
@@ -125,9 +125,7 @@ def check_read_back(name: str, data: st.DataObject, cuts: int | None) -> None:
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
-def test_the_grammar_allows_what_transformers_renders_and_no_mutation_that_is_no_call(
-    name: str, data: st.DataObject
-) -> None:
+def test_grammar_accepts_rendered_calls_and_only_parsable_mutations(name: str, data: st.DataObject) -> None:
     one, form = subject(name), form_of(name)
     expected = data.draw(made(name, form))
     text = one.turn(expected)
@@ -146,10 +144,10 @@ def test_the_grammar_allows_what_transformers_renders_and_no_mutation_that_is_no
     rng = data.draw(st.randoms(use_true_random=False))
     for mutant in (mutated(text, rng), text.replace(expected[0].name, "stranger"), text[: rng.randrange(len(text))]):
         if name not in FREE_LISTS and fits(name, mutant, must=True):
-            found = read(replace(format, starts_in_thinking=False), [mutant])
-            assert found.calls, mutant
-            assert {call.name for call in found.calls} <= TOOLS.keys(), mutant
-            assert not found.content.strip(), mutant
+            message = read(replace(format, starts_in_thinking=False), [mutant])
+            assert message.calls, mutant
+            assert {call.name for call in message.calls} <= TOOLS.keys(), mutant
+            assert not message.content.strip(), mutant
 
 
 def mutated(text: str, rng: random.Random) -> str:
@@ -167,9 +165,9 @@ def compiler(name: str) -> GrammarCompiler:
 def grammar(name: str, must: bool) -> Grammar:
     one = subject(name)
     token = partial(lark_literal_with_special_tokens, tokenizer=one.tokenizer)
-    made = Grammar("lark", form_of(name).build_calls_grammar(list(TOOLS.values()), True, token, must=must))
-    compiler(name).check_grammar(made)
-    return made
+    compiled = Grammar("lark", form_of(name).build_calls_grammar(list(TOOLS.values()), True, token, must=must))
+    compiler(name).check_grammar(compiled)
+    return compiled
 
 
 def fits(name: str, text: str, *, must: bool) -> bool:
@@ -180,15 +178,15 @@ def fits(name: str, text: str, *, must: bool) -> bool:
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", SHOWING)
-def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name: str) -> None:
+def test_grammar_samples_parse_as_complete_calls_that_fit_schemas(name: str) -> None:
     one, form = subject(name), form_of(name)
     json_arguments = isinstance(form.arguments, JsonArguments) and not form.arguments.is_json_string
     tools = STRICT_TOOLS if json_arguments else STRICT_TOOLS[1:2] if name in FREE_LISTS else STRICT_TOOLS[:2]
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in tools]
-    asked = {"messages": [{"role": "user"}], "tools": strict}
-    use = resolve_request_tools(ChatRequest.model_validate({**asked, "tool_choice": "required"}), form)
+    body = {"messages": [{"role": "user"}], "tools": strict}
+    use = resolve_request_tools(ChatRequest.model_validate({**body, "tool_choice": "required"}), form)
     required = use.build_tool_grammar(one.tokenizer)
-    auto = resolve_request_tools(ChatRequest.model_validate(asked), form).build_tool_grammar(one.tokenizer)
+    auto = resolve_request_tools(ChatRequest.model_validate(body), form).build_tool_grammar(one.tokenizer)
     assert required is not None
     assert auto is not None
     for seed in range(4):
@@ -209,7 +207,7 @@ def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name
 
 
 @pytest.mark.parametrize("name", sorted(NONE_SHOWN))
-def test_templates_that_show_no_calls_have_a_format_and_say_why(name: str) -> None:
+def test_template_without_rendered_calls_falls_back_to_named_format(name: str) -> None:
     shared("templates")
     text = PATHS[name].read_text(encoding="utf-8")
     with pytest.raises(TemplateInferenceError):
@@ -217,27 +215,27 @@ def test_templates_that_show_no_calls_have_a_format_and_say_why(name: str) -> No
     assert subject(name).formats.tools_source.startswith(NONE_SHOWN[name])
 
 
-def test_content_before_calls_and_reasoning_before_it_are_told_apart() -> None:
+def test_parser_separates_reasoning_content_and_calls() -> None:
     for name in ("thinking", "openai_list", "fenced"):
         one = subject(name)
         expected = _some_calls()
         text = one.turn(expected, content="Let me see.", thought="hm" if name == "thinking" else None)
         for pieces in ([text], list(text)):
-            found = read(one.message_format(), pieces)
-            assert (found.content.strip(), found.calls) == ("Let me see.", expected), text
-            assert found.reasoning == ("hm" if name == "thinking" else "")
+            message = read(one.message_format(), pieces)
+            assert (message.content.strip(), message.calls) == ("Let me see.", expected), text
+            assert message.reasoning == ("hm" if name == "thinking" else "")
 
 
 def _some_calls() -> list[Call]:
     return [Call("clock", {}), Call("get_weather", {"city": "Rome"})]
 
 
-def test_a_template_without_calls_says_why_nothing_was_found() -> None:
+def test_infer_call_form_raises_when_template_shows_no_calls() -> None:
     with pytest.raises(TemplateInferenceError, match="does not render calls"):
         infer_call_form(ChatRenderer({"default": CHATML}, SPECIAL))
 
 
-def test_a_template_that_hides_what_calls_say_is_not_guessed_at() -> None:
+def test_infer_call_form_raises_when_template_hides_arguments() -> None:
     hiding = OWN["sorted"].replace("f.arguments | tojson(sort_keys=true)", "f.arguments | length")
     with pytest.raises(TemplateInferenceError, match="arguments"):
         infer_call_form(ChatRenderer({"default": hiding}, SPECIAL))

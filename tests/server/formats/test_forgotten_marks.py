@@ -25,7 +25,7 @@ ONE = [Call("clock", {"city": "x"})]
 QWEN = "Qwen3.5-4B"
 
 
-def answered(name: str, text: str, begun: bool | None) -> Read:
+def parse_at_every_split(name: str, text: str, begun: bool | None) -> Read:
     """Parse `text`, and assert that every split of it gives the same message."""
     format = replace(subject(name).message_format(), starts_in_thinking=begun)
     whole = read(format, [text])
@@ -54,39 +54,37 @@ def answered(name: str, text: str, begun: bool | None) -> Read:
         ("Write `<tool_call>`", "Write `<tool_call>`", "", []),
     ],
 )
-def test_an_answer_that_ends_with_calls_in_its_thinking_calls(
-    text: str, reasoning: str, content: str, made: list[Call]
-) -> None:
+def test_only_calls_at_end_of_reasoning_are_parsed(text: str, reasoning: str, content: str, made: list[Call]) -> None:
     """vllm#35687, vllm#39056, vllm#55759. Calls that a model writes about while it thinks must stay reasoning:
     renderers#78 and lmstudio-bug-tracker#1592 took them for calls.
     """
-    assert answered(QWEN, text, True) == Read(content, reasoning, made)
+    assert parse_at_every_split(QWEN, text, True) == Read(content, reasoning, made)
 
 
-def thinking() -> list[str]:
+def reasoning_templates() -> list[str]:
     shown = [name for name in SHOWING if name in PATHS and name != "Kimi-K3"]  # it frames content even without any
     return [name for name in shown if "think" in PATHS[name].read_text(encoding="utf-8").lower()]
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("name", thinking())
-def test_every_template_that_shows_thinking_calls_in_the_end_of_it(name: str) -> None:
+@pytest.mark.parametrize("name", reasoning_templates())
+def test_every_reasoning_template_parses_calls_at_end_of_reasoning(name: str) -> None:
     one = subject(name)
     reasoning, form = one.formats.reasoning_format, one.formats.tool_format
     if reasoning is None or not isinstance(form, CallForm) or form.prompt_head or not form.has_distinct_marker:
         pytest.skip("it has no thinking, or its calls have no mark of their own")
-    made = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})][: 2 if form.allows_many else 1]
-    text = one.turn(made)
+    expected = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})][: 2 if form.allows_many else 1]
+    text = one.turn(expected)
     text = (text.partition(reasoning.end)[2] if reasoning.end in text else text).strip()
     format = replace(one.message_format(), starts_in_thinking=True)
     for pieces in ([f"So.\n{text}"], list(f"So.\n{text}")):
-        found = read(format, pieces)
-        assert (found.reasoning, found.content.strip(), found.calls) == ("So.", "", made), text
+        message = read(format, pieces)
+        assert (message.reasoning, message.content.strip(), message.calls) == ("So.", "", expected), text
     refused = read(replace(format, tools_by_name={}), [f"So.\n{text}"])
     assert (refused.content, refused.calls) == ("", [])
 
 
-def test_thinking_is_streamed_up_to_what_may_be_a_call_and_on_when_it_is_none() -> None:
+def test_reasoning_stream_holds_back_only_possible_calls() -> None:
     parser = AssistantMessageParser(replace(subject(QWEN).message_format(), starts_in_thinking=True))
     assert parser.parse_delta("I think <tool", []).reasoning == "I think"
     assert parser.parse_delta("_call>\n", []).reasoning == ""
@@ -101,20 +99,20 @@ INNER = (*INNER, "deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_a_known_tools_call_without_the_tag_around_it_is_a_call(name: str) -> None:
+def test_call_of_known_tool_parses_without_wrapper_tag(name: str) -> None:
     """ollama#16686, ollama#18530."""
     one = subject(name)
     whole = one.turn(ONE)
     head = form_of(name).unwrapped_heads[0]
     bare = whole[whole.index(head[: head.index("\ue000")]) :]
-    found = answered(name, "I will look.\n\n" + bare, False)
-    assert (found.content.strip(), found.calls) == ("I will look.", ONE), bare
+    message = parse_at_every_split(name, "I will look.\n\n" + bare, False)
+    assert (message.content.strip(), message.calls) == ("I will look.", ONE), bare
     unknown = "I will look.\n\n" + bare.replace("clock", "stranger")
-    found = answered(name, unknown, False)
-    assert found.calls == []
-    assert "stranger" in found.content
+    message = parse_at_every_split(name, unknown, False)
+    assert message.calls == []
+    assert "stranger" in message.content
     spoken = "Write " + head.replace("\ue000", "clock").rstrip() + " first."
-    assert answered(name, spoken, False).calls == []
+    assert parse_at_every_split(name, spoken, False).calls == []
 
 
 @pytest.mark.parametrize(
@@ -127,22 +125,22 @@ def test_a_known_tools_call_without_the_tag_around_it_is_a_call(name: str) -> No
         "```\nx\n```\n\n```xml\n" + BARE + "\n```",
     ],
 )
-def test_what_is_written_about_calls_is_none(text: str) -> None:
+def test_calls_quoted_in_text_stay_content(text: str) -> None:
     """ollama#16398."""
-    found = answered(QWEN, text, False)
-    assert (found.content, found.calls) == (text, [])
+    message = parse_at_every_split(QWEN, text, False)
+    assert (message.content, message.calls) == (text, [])
     format = replace(subject(QWEN).message_format(), starts_in_thinking=False, reads_code_blocks=True)
     for pieces in ([text], list(text), [text + "\n" + BARE]):
-        found = read(format, pieces)
-        assert (found.content, found.calls) == (text, ONE if len(pieces[0]) > len(text) else [])
+        message = read(format, pieces)
+        assert (message.content, message.calls) == (text, ONE if len(pieces[0]) > len(text) else [])
 
 
-def test_an_end_that_is_written_twice_or_missing_between_calls() -> None:
+def test_calls_with_duplicate_or_missing_end_tags_are_parsed() -> None:
     """llama.cpp#24807, llama.cpp#12153."""
     twice = CALL.replace("</parameter>\n", "</parameter>\n</parameter>\n<parameter=on>\ntrue\n</parameter>\n")
-    assert answered(QWEN, twice, False).calls == [Call("clock", {"city": "x", "on": True})]
+    assert parse_at_every_split(QWEN, twice, False).calls == [Call("clock", {"city": "x", "on": True})]
     one = '<tool_call>\n{"name": "clock", "arguments": {"city": "x"}}\n'
-    assert answered("Qwen-Qwen3-0.6B", one + one + "</tool_call>", False).calls == ONE + ONE
+    assert parse_at_every_split("Qwen-Qwen3-0.6B", one + one + "</tool_call>", False).calls == ONE + ONE
 
 
 PAIR = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})]
@@ -151,19 +149,19 @@ FIRST, SECOND = '{"name": "clock", "parameters": {"city": "x"}}', '{"name": "x",
 
 @pytest.mark.parametrize("between", ["; ", ";", "\n", " ", "", ", ", ";\n", "\n<|python_tag|>", "; <|python_tag|>"])
 @pytest.mark.parametrize("name", ["meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"])
-def test_two_calls_of_llama_3_are_two_calls(name: str, between: str) -> None:
+def test_llama_3_calls_parse_with_any_separator(name: str, between: str) -> None:
     """unsloth#7426, vllm#25108."""
     if "<" not in between:  # that token is dropped, unless a flag names the format
-        assert answered(name, FIRST + between + SECOND, None) == Read("", "", PAIR)
+        assert parse_at_every_split(name, FIRST + between + SECOND, None) == Read("", "", PAIR)
     format = replace(subject(name).message_format(), tool_format=find_tool_format("llama3_json", ""))
     for text in (FIRST + between + SECOND, "<|python_tag|>" + FIRST + between + SECOND):
         for pieces in all_cuts(text):
             assert read(format, pieces) == Read("", "", PAIR), pieces
-    rest = answered(name, FIRST + '; {"a": 1} and so on', None)
+    rest = parse_at_every_split(name, FIRST + '; {"a": 1} and so on', None)
     assert (rest.content.strip(), rest.calls) == ('; {"a": 1} and so on', PAIR[:1])
 
 
-def test_any_order_of_calls_thoughts_and_marks_is_read_the_same_in_pieces() -> None:
+def test_random_calls_and_tags_parse_same_in_pieces() -> None:
     rng = random.Random(57)
     parts = [
         CALL,
@@ -181,25 +179,25 @@ def test_any_order_of_calls_thoughts_and_marks_is_read_the_same_in_pieces() -> N
     for _ in range(150):
         text = "".join(rng.choices(parts, k=rng.randint(1, 7)))
         for begun in (True, False, None):
-            whole = parsed(replace(format, starts_in_thinking=begun), [text])
+            whole = parse_to_text(replace(format, starts_in_thinking=begun), [text])
             cuts = sorted(rng.choices(range(len(text) + 1), k=5))
             pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-            assert parsed(replace(format, starts_in_thinking=begun), pieces) == whole, (pieces, begun)
-            assert parsed(replace(format, starts_in_thinking=begun), list(text)) == whole, (text, begun)
+            assert parse_to_text(replace(format, starts_in_thinking=begun), pieces) == whole, (pieces, begun)
+            assert parse_to_text(replace(format, starts_in_thinking=begun), list(text)) == whole, (text, begun)
 
 
-def parsed(format: object, pieces: list[str]) -> tuple[str, str, str]:
+def parse_to_text(format: object, pieces: list[str]) -> tuple[str, str, str]:
     """Return reasoning, content, and the calls with their arguments as text, because arguments may be truncated."""
-    parser, found = AssistantMessageParser(format), ["", "", ""]  # type: ignore[arg-type]
+    parser, message = AssistantMessageParser(format), ["", "", ""]  # type: ignore[arg-type]
     for position, piece in enumerate(pieces):
         delta = parser.parse_delta(piece, [], final=position == len(pieces) - 1)
-        found[0] += delta.reasoning
-        found[1] += delta.content
-        found[2] += "".join((f"{call.name}: " if call.name else "") + call.arguments for call in delta.tool_calls)
-    return found[0], found[1], found[2]
+        message[0] += delta.reasoning
+        message[1] += delta.content
+        message[2] += "".join((f"{call.name}: " if call.name else "") + call.arguments for call in delta.tool_calls)
+    return message[0], message[1], message[2]
 
 
-def test_templates_of_ones_own_forget_too() -> None:
+def test_custom_template_call_parses_without_opening_tag() -> None:
     call = '<all><run tool="{{ f.name }}">{{ f.arguments | tojson }}</run></all>'
     one = Subject(template("{{ m.content }}" + each(call)))
     text = '<run tool="clock">{"city": "x"}</run></all>'
@@ -208,7 +206,7 @@ def test_templates_of_ones_own_forget_too() -> None:
 
 
 @pytest.mark.parametrize("filler", ["x", "x>", "}\n", "</"])
-def test_a_long_call_in_thinking_is_read_once(filler: str) -> None:
+def test_call_trial_consumes_long_call_incrementally(filler: str) -> None:
     """Text that a trial leaves unread is searched again with each token, so it must stay short however long the call
     is.
     """

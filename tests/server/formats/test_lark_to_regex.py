@@ -42,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("grammar", "fits", "fits_not"), [(PATCHES, FITS, FITS_NOT), *CASES])
-def test_an_expression_matches_what_the_grammar_does(grammar: str, fits: list[str], fits_not: list[str]) -> None:
+def test_lark_to_regex_matches_same_texts_as_grammar(grammar: str, fits: list[str], fits_not: list[str]) -> None:
     expression = lark_to_regex(grammar)
     assert [text for text in fits if not re.fullmatch(expression, text)] == []
     assert [text for text in fits_not if re.fullmatch(expression, text)] == []
@@ -68,7 +68,7 @@ def test_an_expression_matches_what_the_grammar_does(grammar: str, fits: list[st
         ("start: " + "a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(400)) + '\na400: "x"', "too deeply"),
     ],
 )
-def test_a_grammar_that_no_expression_matches_is_refused(grammar: str, why: str) -> None:
+def test_lark_to_regex_rejects_unsupported_grammars(grammar: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(why)):
         lark_to_regex(grammar)
 
@@ -79,7 +79,7 @@ def call(text: str) -> str:
     )
 
 
-async def test_the_input_of_a_custom_tool_is_held_to_its_grammar() -> None:
+async def test_custom_tool_input_is_constrained_by_format_grammar() -> None:
     named = byte_level_tokenizer()
     compiler = GrammarCompiler(make_grammar_vocabulary(named.tokenizer, VOCAB_SIZE, [258]))
     engine = FakeEngine(scripted(call(FITS[0]).encode(), 258), eos=[258], max_model_len=4096)
@@ -106,7 +106,7 @@ async def test_the_input_of_a_custom_tool_is_held_to_its_grammar() -> None:
                 assert fits("Hello") is (choice == "auto"), "text without a call is free"
 
 
-async def test_calls_that_are_not_json_hold_the_input_too() -> None:
+async def test_custom_tool_grammar_applies_in_non_json_call_format() -> None:
     engine = FakeEngine(scripted(b"x", 258), eos=[258], max_model_len=4096)
     form = {"type": "grammar", "syntax": "lark", "definition": PATCHES}
     body = {"input": "x", "tools": [{"type": "custom", "name": "patch", "format": form}]}
@@ -125,11 +125,11 @@ async def test_calls_that_are_not_json_hold_the_input_too() -> None:
             matcher = compiler.new_matcher(grammar)
             allowed = all(matcher.consume_token(token) for token in written.encode()) and matcher.is_accepting()
             assert allowed is (text in FITS), text
-        shown = bytes(token for token in engine.seen[-1].prompt_ids if token < 256).decode()
-        assert "*** Begin" in shown
+        prompt_text = bytes(token for token in engine.seen[-1].prompt_ids if token < 256).decode()
+        assert "*** Begin" in prompt_text
 
 
-async def test_where_no_grammar_can_hold_the_input_the_tool_is_refused() -> None:
+async def test_custom_tool_grammar_rejected_when_form_cannot_enforce_patterns() -> None:
     engine = FakeEngine(scripted(b"x", 258), eos=[258], max_model_len=4096)
     form = {"type": "grammar", "syntax": "lark", "definition": PATCHES}
     body = {"input": "x", "tools": [{"type": "custom", "name": "patch", "format": form}]}

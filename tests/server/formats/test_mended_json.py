@@ -45,7 +45,7 @@ BS = "\\"
         ('{\xa0"a":\u3000 1\f}', {"a": 1}),
     ],
 )
-def test_what_has_one_meaning_is_mended_however_it_is_cut(text: str, value: Any) -> None:
+def test_unambiguous_json_is_repaired_same_at_any_split(text: str, value: Any) -> None:
     expected, _ = JsonRepairer().repair_piece(text, closed=True)
     for pieces in all_cuts(text):
         reader, rest, written = JsonRepairer(), "", ""
@@ -63,7 +63,7 @@ def test_what_has_one_meaning_is_mended_however_it_is_cut(text: str, value: Any)
     "text",
     ["", "5", "[1]", '"x"', '{"a": <b>}', '{"a": "x', '{"a": 1', "{[1]: 2}", '{"a": 1} x', "{1: 1{}}", "{1: 1, {}}"],
 )
-def test_what_has_no_one_meaning_is_left(text: str) -> None:
+def test_repair_json_returns_none_for_ambiguous_text(text: str) -> None:
     assert repair_json(text) is None
 
 
@@ -73,7 +73,7 @@ def test_what_has_no_one_meaning_is_left(text: str) -> None:
     indent=st.sampled_from([None, 2]),
     lengths=st.lists(st.integers(1, 9), min_size=1),
 )
-def test_json_is_passed_on_character_by_character(value: Any, indent: int | None, lengths: list[int]) -> None:
+def test_valid_json_passes_through_unchanged_without_delay(value: Any, indent: int | None, lengths: list[int]) -> None:
     for ascii_only in (True, False):
         text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
         reader, rest, written = JsonRepairer(), "", ""
@@ -89,7 +89,7 @@ TOKENS = [*"{}[]\"',:1-. \n<é", BS, "u12", "true", "Tr"]
 @settings(deadline=None)
 @example(parts=["1", ":", "1", "{", "}", "}"], lengths=[1])
 @given(parts=st.lists(st.sampled_from(TOKENS), max_size=16), lengths=st.lists(st.integers(1, 4), min_size=1))
-def test_whatever_is_read_to_its_end_is_json_and_the_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
+def test_repaired_json_is_valid_and_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
     text = "{" + "".join(parts)
     whole = JsonRepairer()
     expected, count = whole.repair_piece(text, closed=True)
@@ -107,19 +107,19 @@ def test_whatever_is_read_to_its_end_is_json_and_the_same_in_pieces(parts: list[
 
 
 @pytest.mark.parametrize("name", sorted(TWO_CALLS.keys() - {"pythonic", "qwen3_coder", "seed_oss"}))
-def test_arguments_of_every_format_are_mended(name: str) -> None:
+def test_every_tool_format_repairs_arguments(name: str) -> None:
     format = find_tool_format(name, "")
     assert format is not None
     raw = '{"city": "a\nb' + BS + "d" + BS + '\'", "days": 2,}'
     text = TWO_CALLS[name].replace(ROME, raw)
     tools = {one: Tool(one, {"type": "object"}) for one in ("weather", "clock")}
     for pieces in ([text], list(text)):
-        parser, found = ToolParser(format, tools), ["", ""]
+        parser, arguments = ToolParser(format, tools), ["", ""]
         for position, piece in enumerate(pieces):
             _, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
             for delta in deltas:
-                found[delta.index] += delta.arguments
-        assert [json.loads(one) for one in found] == [{"city": "a\nb\\d'", "days": 2}, {}]
+                arguments[delta.index] += delta.arguments
+        assert [json.loads(one) for one in arguments] == [{"city": "a\nb\\d'", "days": 2}, {}]
         assert parser.all_complete
 
 
@@ -133,13 +133,13 @@ def test_arguments_of_every_format_are_mended(name: str) -> None:
         ('<tool_call>{"name": "clock", "arguments": {"p": {"q": 1}</tool_call>', {"p": {"q": 1}}),
     ],
 )
-def test_whole_calls_are_mended(text: str, arguments: Any) -> None:
+def test_malformed_call_json_is_repaired(text: str, arguments: Any) -> None:
     format = find_tool_format("hermes", "")
     assert format is not None
     for pieces in all_cuts(text):
-        parser, found, content = ToolParser(format, {"clock": Tool("clock", {})}), "", ""
+        parser, repaired, content = ToolParser(format, {"clock": Tool("clock", {})}), "", ""
         for position, piece in enumerate(pieces):
             more, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
             content += more
-            found += "".join(delta.arguments for delta in deltas)
-        assert (content, json.loads(found), parser.all_complete) == ("", arguments, True)
+            repaired += "".join(delta.arguments for delta in deltas)
+        assert (content, json.loads(repaired), parser.all_complete) == ("", arguments, True)

@@ -29,15 +29,15 @@ HARD = "[ab</>\\n\"' \\]]{0,12}"
 """Texts that look like the marks around them."""
 
 
-def use_of(format: ToolFormat, syntax: str, definition: str) -> RequestTools:
+def request_tools(format: ToolFormat, syntax: str, definition: str) -> RequestTools:
     """Return the tools of a request that must call a custom tool with this grammar."""
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
     tool = {"type": "custom", "custom": {"name": "clock", "format": grammar}}
-    asked = {"messages": [{"role": "user"}], "tools": [tool]}
-    return resolve_request_tools(ChatRequest.model_validate({**asked, "tool_choice": "required"}), format)
+    body = {"messages": [{"role": "user"}], "tools": [tool]}
+    return resolve_request_tools(ChatRequest.model_validate({**body, "tool_choice": "required"}), format)
 
 
-def inputs_of(use: RequestTools, text: str) -> list[str]:
+def parsed_inputs(use: RequestTools, text: str) -> list[str]:
     assert use.tool_format is not None
     parser = ToolParser(use.tool_format, use.tools_by_name)
     _, deltas = parser.extract_tool_calls(text, final=True)
@@ -46,7 +46,7 @@ def inputs_of(use: RequestTools, text: str) -> list[str]:
     return [json.loads("".join(each.arguments for each in deltas if each.index == at))["input"] for at in indices]
 
 
-def written(name: str, text: str) -> str:
+def rendered_call(name: str, text: str) -> str:
     """Return a call as the template renders it, without the text before calls. A string with a pattern is written as
     JSON where the template would write a Python literal, and its letters stay unescaped.
     """
@@ -63,49 +63,49 @@ def written(name: str, text: str) -> str:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in SHOWING if name not in NOT_HELD])
-def test_what_a_template_renders_is_allowed_where_it_matches(name: str) -> None:
+def test_grammar_accepts_rendered_inputs_only_if_pattern_matches(name: str) -> None:
     one, form = subject(name), form_of(name)
-    use = use_of(form, "lark", PATCHES)
+    use = request_tools(form, "lark", PATCHES)
     grammar = use.build_tool_grammar(one.tokenizer)
     assert grammar is not None
     compiler(name).check_grammar(grammar)
     for text in (*FITS, *FITS_NOT):
-        turn = written(name, text)
+        turn = rendered_call(name, text)
         matcher = compiler(name).new_matcher(grammar)
         ids = one.tokenizer.encode(turn, add_special_tokens=False)
         allowed = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         assert allowed is (text in FITS), turn
-        assert not allowed or inputs_of(use, turn) == [text], turn
+        assert not allowed or parsed_inputs(use, turn) == [text], turn
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in SHOWING if name not in NOT_HELD])
-def test_what_a_grammar_lets_through_is_read_as_what_matches(name: str) -> None:
+def test_grammar_samples_parse_as_inputs_that_match_pattern(name: str) -> None:
     one = subject(name)
-    check_walks(compiler(name), one.tokenizer, use_of(form_of(name), "regex", HARD))
+    assert_samples_match(compiler(name), one.tokenizer, request_tools(form_of(name), "regex", HARD))
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
-def test_formats_with_names_let_nothing_else_through(row: NamedToolFormat, kind: str) -> None:
+def test_named_formats_sample_only_inputs_that_match_pattern(row: NamedToolFormat, kind: str) -> None:
     one = TOKENIZERS[kind]
-    made = GrammarCompiler(make_grammar_vocabulary(one, one.vocab_size, one.eos_token_ids))
-    check_walks(made, one, use_of(row.format, "regex", HARD))
+    grammar_compiler = GrammarCompiler(make_grammar_vocabulary(one, one.vocab_size, one.eos_token_ids))
+    assert_samples_match(grammar_compiler, one, request_tools(row.format, "regex", HARD))
 
 
-def check_walks(compiler: GrammarCompiler, tokenizer: Tokenizer, use: RequestTools) -> None:
+def assert_samples_match(compiler: GrammarCompiler, tokenizer: Tokenizer, use: RequestTools) -> None:
     grammar = use.build_tool_grammar(tokenizer)
     assert grammar is not None
     for seed in range(12):
         text = walk(compiler, tokenizer, grammar, seed)
-        found = inputs_of(use, text)
-        assert found, text
-        assert all(re.fullmatch(HARD, each) for each in found), text
+        inputs = parsed_inputs(use, text)
+        assert inputs, text
+        assert all(re.fullmatch(HARD, each) for each in inputs), text
 
 
 @pytest.mark.parametrize("name", sorted(NOT_HELD))
-def test_where_strings_have_escapes_of_their_own_no_pattern_is_held(name: str) -> None:
+def test_patterns_are_unenforceable_when_strings_have_custom_escapes(name: str) -> None:
     assert not can_enforce_patterns(form_of(name))
 
 
@@ -121,7 +121,7 @@ def test_where_strings_have_escapes_of_their_own_no_pattern_is_held(name: str) -
         ("", ["", "a\n"], []),
     ],
 )
-def test_a_pattern_finds_its_place_in_a_text(pattern: str, fits: list[str], fits_not: list[str]) -> None:
+def test_full_match_pattern_equals_unanchored_search(pattern: str, fits: list[str], fits_not: list[str]) -> None:
     for text in (*fits, *fits_not):
         assert (re.search(pattern, text) is not None) is (text in fits), "what the pattern means"
         assert (re.fullmatch(full_match_pattern(pattern), text) is not None) is (text in fits), text

@@ -68,7 +68,7 @@ def read(format: ReasoningFormat, begun: bool | None, pieces: Sequence[str]) -> 
         (False, "<think>4", "", "<think>4", ""),
     ],
 )
-def test_what_is_thinking_however_the_text_is_cut(
+def test_reasoning_and_content_separate_same_at_any_split(
     begun: bool | None, text: str, reasoning: str, content: str, thinking: str
 ) -> None:
     for pieces in [[text], *all_cuts(text)]:
@@ -78,7 +78,7 @@ def test_what_is_thinking_however_the_text_is_cut(
 @pytest.mark.parametrize("format", REASONING_FORMATS, ids=lambda format: format.name)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_text_is_read_the_same_in_pieces(format: ReasoningFormat, data: st.DataObject) -> None:
+def test_random_text_with_reasoning_tags_parses_same_in_pieces(format: ReasoningFormat, data: st.DataObject) -> None:
     part = st.sampled_from([format.begin, format.end, "<", "</", "[", " ", "\n", "é", "ab"])
     text = "".join(data.draw(st.lists(part, max_size=10)))
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
@@ -117,7 +117,7 @@ def prompt_of(template: str, variables: dict[str, Any]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("template", SPOKEN)
-def test_real_templates_tell_their_marks_and_where_an_answer_begins(template: str) -> None:
+def test_published_templates_reveal_reasoning_format_and_start(template: str) -> None:
     name, variables, begun = SPOKEN[template]
     text, prompt = prompt_of(template, variables)
     format = find_reasoning_format("auto", text)
@@ -128,67 +128,67 @@ def test_real_templates_tell_their_marks_and_where_an_answer_begins(template: st
 
 
 @pytest.mark.parametrize("template", FORBIDDEN)
-def test_real_templates_that_forbid_thinking(template: str) -> None:
+def test_published_templates_can_disable_thinking(template: str) -> None:
     text, prompt = prompt_of(template, FORBIDDEN[template])
     format = find_reasoning_format("auto", text)
     assert format is not None
     assert format.starts_in_thinking(prompt) is False
 
 
-def test_the_flag_names_the_table() -> None:
+def test_reasoning_parser_choices_equal_known_formats() -> None:
     assert {row.name for row in REASONING_FORMATS} == set(get_args(Choices)) - {"auto", "none"}
 
 
-def thinker(text: str, **options: Any) -> Any:
+def open_thinking_api(text: str, **options: Any) -> Any:
     options = {"chat_template": THINKING, **options}
     return open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS]), **options)
 
 
-async def both(api: Api, **body: Any) -> tuple[Any, list[Any]]:
+async def post_whole_and_streamed(api: Api, **body: Any) -> tuple[Any, list[Any]]:
     """Return the whole response, and the events of the streamed one."""
     body = {"messages": HELLO, **body}
     return await api.post(PATH, body), await api.events(PATH, {**body, "stream_options": {"include_usage": True}})
 
 
-def joined(events: list[Any], name: str) -> str:
+def join_deltas(events: list[Any], name: str) -> str:
     return "".join(event["choices"][0]["delta"].get(name) or "" for event in events if event["choices"])
 
 
-async def test_reasoning_has_both_names_in_messages_and_deltas_and_is_counted() -> None:
-    async with thinker("<think>\nhé?\n</think>\n\nYes.") as api:
-        whole, events = await both(api)
+async def test_reasoning_is_sent_under_both_names_and_counted_in_usage() -> None:
+    async with open_thinking_api("<think>\nhé?\n</think>\n\nYes.") as api:
+        whole, events = await post_whole_and_streamed(api)
     message = whole["choices"][0]["message"]
     assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("hé?", "hé?", "Yes.")
     assert whole["choices"][0]["finish_reason"] == "stop"
     for name in ("reasoning", "reasoning_content", "content"):
-        assert joined(events, name) == message[name]
+        assert join_deltas(events, name) == message[name]
     tokens = len("<think>\nhé?\n</think>".encode())
     for usage in (whole["usage"], events[-1]["usage"]):
         assert usage["completion_tokens_details"] == {"reasoning_tokens": tokens}
 
 
-async def test_include_reasoning_false_leaves_it_out() -> None:
-    async with thinker("<think>hm</think>Yes.") as api:
-        whole, events = await both(api, include_reasoning=False)
+async def test_include_reasoning_false_omits_reasoning() -> None:
+    async with open_thinking_api("<think>hm</think>Yes.") as api:
+        whole, events = await post_whole_and_streamed(api, include_reasoning=False)
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
-    assert joined(events, "reasoning") == joined(events, "reasoning_content") == ""
-    assert joined(events, "content") == "Yes."
+    assert join_deltas(events, "reasoning") == join_deltas(events, "reasoning_content") == ""
+    assert join_deltas(events, "content") == "Yes."
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("<think>hm</think>")
 
 
 @pytest.mark.parametrize(("enabled", "reasoning", "content"), [(True, "hm", "Yes."), (False, None, "hm</think>Yes.")])
-async def test_templates_may_begin_the_thinking_or_forbid_it(
+async def test_enable_thinking_kwarg_decides_whether_text_is_reasoning(
     enabled: bool, reasoning: str | None, content: str
 ) -> None:
-    async with thinker("hm</think>Yes.") as api:
-        whole, events = await both(api, chat_template_kwargs={"enable_thinking": enabled})
+    async with open_thinking_api("hm</think>Yes.") as api:
+        whole, events = await post_whole_and_streamed(api, chat_template_kwargs={"enable_thinking": enabled})
     message = whole["choices"][0]["message"]
     assert (message.get("reasoning"), message["content"]) == (reasoning, content)
-    assert (joined(events, "reasoning"), joined(events, "content")) == (reasoning or "", content)
+    assert (join_deltas(events, "reasoning"), join_deltas(events, "content")) == (reasoning or "", content)
 
 
-async def test_reasoning_effort_goes_to_the_template() -> None:
-    async with thinker("Yes.") as api:
+async def test_reasoning_effort_reaches_template() -> None:
+    async with open_thinking_api("Yes.") as api:
         for effort, end in (("low", "assistant\n<think>\nlow"), ("none", "</think>\n\nnone")):
             response = await api.http.post(PATH, json={"messages": HELLO, "reasoning_effort": effort})
             assert "x-ignored-params" not in response.headers
@@ -196,38 +196,38 @@ async def test_reasoning_effort_goes_to_the_template() -> None:
             assert prompt.endswith(end)
         error = await api.post(PATH, {"messages": HELLO, "reasoning_effort": "much"}, 400)
         assert error["error"]["param"] == "reasoning_effort"
-    async with thinker("Yes.", chat_template=CHATML) as api:
+    async with open_thinking_api("Yes.", chat_template=CHATML) as api:
         response = await api.http.post(PATH, json={"messages": HELLO, "reasoning_effort": "low"})
         assert response.headers["x-ignored-params"] == "reasoning_effort"
 
 
-async def test_the_flag_overrides_the_template() -> None:
-    async with thinker("[THINK]hm[/THINK]Yes.", reasoning_parser="mistral") as api:
-        whole, _ = await both(api)
+async def test_reasoning_parser_flag_overrides_template() -> None:
+    async with open_thinking_api("[THINK]hm[/THINK]Yes.", reasoning_parser="mistral") as api:
+        whole, _ = await post_whole_and_streamed(api)
     assert whole["choices"][0]["message"]["reasoning"] == "hm"
-    async with thinker("<think>hm</think>Yes.", reasoning_parser="none") as api:
-        whole, _ = await both(api)
+    async with open_thinking_api("<think>hm</think>Yes.", reasoning_parser="none") as api:
+        whole, _ = await post_whole_and_streamed(api)
     assert whole["choices"][0]["message"]["content"] == "<think>hm</think>Yes."
     assert "completion_tokens_details" not in whole["usage"]
 
 
-async def test_thinking_that_max_tokens_cuts_off() -> None:
-    async with thinker("<think>hm hm</think>Yes.") as api:
-        whole, events = await both(api, max_tokens=9)
+async def test_reasoning_cut_by_max_tokens_is_returned_and_counted() -> None:
+    async with open_thinking_api("<think>hm hm</think>Yes.") as api:
+        whole, events = await post_whole_and_streamed(api, max_tokens=9)
     assert whole["choices"][0]["finish_reason"] == "length"
-    assert whole["choices"][0]["message"]["reasoning"] == joined(events, "reasoning") == "hm"
+    assert whole["choices"][0]["message"]["reasoning"] == join_deltas(events, "reasoning") == "hm"
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
 
 
-async def test_earlier_thinking_goes_to_the_template() -> None:
+async def test_earlier_reasoning_reaches_template() -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }};{% endfor %}</think>"
-    async with thinker("Yes.", chat_template=template) as api:
+    async with open_thinking_api("Yes.", chat_template=template) as api:
         turns = [*HELLO, {"role": "assistant", "content": "4", "reasoning": "2+2"}, *HELLO]
         await api.post(PATH, {"messages": turns})
         assert b"assistant:2+2:4;" in bytes(api.engine.seen[-1].prompt_ids)
 
 
-def test_a_thinking_budget_for_the_engine() -> None:
+def test_thinking_budget_maps_marks_to_token_ids_or_raises() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     format = ReasoningFormat("marked by tokens", "<|bos|>", "<|im_start|>")
     assert make_engine_thinking_budget(5, format, True, tokenizer) == ThinkingBudget(5, 257, None)
@@ -242,8 +242,8 @@ def test_a_thinking_budget_for_the_engine() -> None:
             make_engine_thinking_budget(5, unknown, None, tokenizer)
 
 
-async def test_a_thinking_budget_that_cannot_be_kept_is_refused() -> None:
-    async with thinker("<think>hm</think>Yes.") as api:
+async def test_unenforceable_thinking_budget_is_rejected() -> None:
+    async with open_thinking_api("<think>hm</think>Yes.") as api:
         for budget in (5, -2):
             error = await api.post(PATH, {"messages": HELLO, "thinking_token_budget": budget}, 400)
             assert error["error"]["param"] == "thinking_token_budget"

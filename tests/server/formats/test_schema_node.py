@@ -66,7 +66,7 @@ DOCUMENT: dict[str, Any] = {
         ({"type": [[]]}, "any"),
     ],
 )
-def test_a_value_is_of_the_types_that_its_resolved_schema_names(schema: Any, kinds: str) -> None:
+def test_variant_types_follow_resolved_schema(schema: Any, kinds: str) -> None:
     assert SchemaNode(schema, DOCUMENT).variant_types() == set(kinds.split())
 
 
@@ -84,13 +84,13 @@ def test_a_value_is_of_the_types_that_its_resolved_schema_names(schema: Any, kin
         ({"oneOf": [{"properties": {"x": {"type": "integer"}}}, {"properties": {"x": STRING}}]}, "number string"),
     ],
 )
-def test_an_argument_has_a_schema_however_the_parameters_name_it(parameters: dict[str, Any], kinds: str) -> None:
+def test_property_node_finds_argument_schema(parameters: dict[str, Any], kinds: str) -> None:
     shared = {"T": STRING, "Arguments": {"type": "object", "properties": {"x": {"type": ["string", "null"]}}}}
     whole = SchemaNode.from_document({**parameters, "$defs": shared})
     assert whole.property_node("x").variant_types() == set(kinds.split())
 
 
-def test_a_schema_that_branches_without_end_is_read_in_time_and_says_nothing() -> None:
+def test_exponentially_branching_schema_resolves_to_any_in_time() -> None:
     levels = {f"L{n}": {"anyOf": [{"$ref": f"#/$defs/L{n + 1}"}] * 4} for n in range(60)}
     assert "any" in SchemaNode({"$ref": "#/$defs/L0"}, {"$defs": levels}).variant_types()
     chain = {f"L{n}": {"anyOf": [{"$ref": f"#/$defs/L{n + 1}"}]} for n in range(5000)}
@@ -99,7 +99,7 @@ def test_a_schema_that_branches_without_end_is_read_in_time_and_says_nothing() -
     assert len(SchemaNode.from_document(document).property_node("x").standalone_schema()["$defs"]) == 5000
 
 
-def test_a_schema_alone_brings_what_it_refers_to_and_no_more() -> None:
+def test_standalone_schema_includes_only_referenced_definitions() -> None:
     document = {
         "$defs": {"a/b": {"items": {"$ref": "#/$defs/c"}}, "c": STRING, "unused": {}},
         "properties": {"x": {"properties": {"$ref": {"$ref": "#/$defs/a~1b"}}, "const": {"$ref": "#/$defs/none"}}},
@@ -126,7 +126,7 @@ schemas = st.recursive(
 
 @settings(deadline=None)
 @given(schema=schemas)
-def test_any_schema_has_types_and_can_stand_alone(schema: Any) -> None:
+def test_arbitrary_schema_has_variants_and_standalone_form(schema: Any) -> None:
     node = SchemaNode.from_document(schema)
     assert node.variants()
     for _, value, _ in node.property_entries():

@@ -110,18 +110,18 @@ def tagged() -> list[str]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", tagged())
-def test_a_text_is_what_its_schema_says(name: str) -> None:
+def test_tagged_value_has_type_of_schema(name: str) -> None:
     assert is_tagged(name)
     one = subject(name)
     format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
     for key, written, value in CASES:
-        text = answer(name, [Call("clock", {key: written})])
+        text = render_answer(name, [Call("clock", {key: written})])
         expected = [Call("clock", {key: value})]
         for pieces in ([text], list(text), [text[: len(text) // 2], text[len(text) // 2 :]]):
             assert read(format, pieces).calls == expected, (key, written, text)
 
 
-def answer(name: str, made: list[Call]) -> str:
+def render_answer(name: str, made: list[Call]) -> str:
     one = subject(name)
     text = one.turn(made)
     reasoning = one.formats.reasoning_format
@@ -132,14 +132,12 @@ def answer(name: str, made: list[Call]) -> str:
 @pytest.mark.parametrize("name", tagged())
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10)
 @given(text=words(" ", "null", "01", "{", "["), key=st.sampled_from(TEXT), data=st.data())
-def test_any_text_of_a_nullable_string_comes_through_and_fits_the_grammar(
-    name: str, text: str, key: str, data: st.DataObject
-) -> None:
+def test_tagged_string_values_round_trip_and_fit_grammar(name: str, text: str, key: str, data: st.DataObject) -> None:
     if text in ("null", subject(name).formats.tool_format.arguments.spelling.null):  # type: ignore[union-attr]
         return
     one = subject(name)
     format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
-    written = answer(name, [Call("clock", {key: text})])
+    written = render_answer(name, [Call("clock", {key: text})])
     cut = data.draw(st.integers(0, len(written)))
     for pieces in ([written], [written[:cut], written[cut:]]):
         assert read(format, pieces).calls == [Call("clock", {key: text})], written
@@ -169,7 +167,7 @@ def fits(name: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def test_a_nullable_string_is_streamed_while_it_comes() -> None:
+def test_nullable_string_streams_once_null_is_ruled_out() -> None:
     one = subject("Qwen3.5-4B")
     parser = AssistantMessageParser(
         replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
@@ -179,7 +177,7 @@ def test_a_nullable_string_is_streamed_while_it_comes() -> None:
     assert "".join(call.arguments for call in parser.parse_delta("mber", []).tool_calls) == '"number'
 
 
-def test_typed_tags_are_believed() -> None:
+def test_type_written_in_tag_decides_value_type() -> None:
     """DeepSeek V4 and Kimi K3 write the type next to each value."""
     for name in ("deepseek-ai-DeepSeek-V4", "Kimi-K3"):
         one = subject(name)
@@ -187,13 +185,13 @@ def test_typed_tags_are_believed() -> None:
             one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)}
         )
         expected = [Call("clock", {"maybe": "null", "number": 5, "object": {"a": 1}})]
-        text = answer(name, expected)
+        text = render_answer(name, expected)
         for pieces in ([text], list(text)):
             assert read(format, pieces).calls == expected, text
 
 
-def test_json_of_numbers_beyond_a_double_is_not_changed() -> None:
+def test_integer_beyond_double_precision_is_unchanged() -> None:
     one = subject("Qwen3.5-4B")
     format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
-    text = answer("Qwen3.5-4B", [Call("clock", {"number": 12345678901234567890123})])
+    text = render_answer("Qwen3.5-4B", [Call("clock", {"number": 12345678901234567890123})])
     assert json.dumps(read(format, [text]).calls[0].arguments) == '{"number": 12345678901234567890123}'

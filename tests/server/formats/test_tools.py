@@ -141,24 +141,24 @@ class Found:
 
 def read(format: ToolFormat, pieces: Sequence[str], most_calls: int | None = None) -> Found:
     parser = ToolParser(format, TOOLS, most_calls)
-    found = Found()
+    result = Found()
     ids = set()
     for position, piece in enumerate(pieces):
         content, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
-        found.content += content
+        result.content += content
         for delta in deltas:
             if delta.name is not None:
-                assert delta.index == len(found.calls), "calls come in order"
+                assert delta.index == len(result.calls), "calls come in order"
                 assert delta.id
                 assert delta.arguments == ""
                 ids.add(delta.id)
-                found.calls.append((delta.name, ""))
-            assert delta.index == len(found.calls) - 1
-            name, arguments = found.calls[-1]
-            found.calls[-1] = (name, arguments + delta.arguments)
-    assert len(ids) == len(found.calls)
-    found.complete = parser.all_complete
-    return found
+                result.calls.append((delta.name, ""))
+            assert delta.index == len(result.calls) - 1
+            name, arguments = result.calls[-1]
+            result.calls[-1] = (name, arguments + delta.arguments)
+    assert len(ids) == len(result.calls)
+    result.complete = parser.all_complete
+    return result
 
 
 def named(name: str) -> ToolFormat:
@@ -173,9 +173,7 @@ def all_cuts(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_what_is_found_however_the_text_is_cut(
-    name: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_tool_calls_parse_same_at_any_split(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     whole = read(named(name), [text])
     assert (whole.content, whole.calls) == (content, calls)
     for pieces in all_cuts(text):
@@ -183,19 +181,19 @@ def test_what_is_found_however_the_text_is_cut(
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
-def test_nothing_is_lost_of_an_answer_that_is_cut_off(name: str) -> None:
+def test_truncated_answer_yields_argument_prefix_or_unchanged_text(name: str) -> None:
     text = TWO_CALLS[name]
     for length in range(len(text)):
-        found = read(named(name), [text[:length]])
-        assert CALLS[0][1].startswith(found.calls[0][1] if found.calls else ""), "arguments so far are a beginning"
-        if found.complete:
-            assert [json.loads(arguments) for _, arguments in found.calls]
-        if not found.calls:
-            assert found.content.strip() == text[:length].strip()
+        result = read(named(name), [text[:length]])
+        assert CALLS[0][1].startswith(result.calls[0][1] if result.calls else ""), "arguments so far are a beginning"
+        if result.complete:
+            assert [json.loads(arguments) for _, arguments in result.calls]
+        if not result.calls:
+            assert result.content.strip() == text[:length].strip()
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
-def test_arguments_are_passed_on_while_they_come(name: str) -> None:
+def test_call_arguments_stream_incrementally(name: str) -> None:
     if name == "pythonic":
         pytest.skip("read call by call: Python's literals are not JSON's")
     text = TWO_CALLS[name]
@@ -206,12 +204,12 @@ def test_arguments_are_passed_on_while_they_come(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
-def test_without_parallel_calls_the_first_is_kept(name: str) -> None:
-    found = read(named(name), list(TWO_CALLS[name]), most_calls=1)
-    assert (found.content, found.calls, found.complete) == ("", CALLS[:1], True)
+def test_parser_keeps_only_first_call_when_most_calls_is_one(name: str) -> None:
+    result = read(named(name), list(TWO_CALLS[name]), most_calls=1)
+    assert (result.content, result.calls, result.complete) == ("", CALLS[:1], True)
 
 
-def test_ids_are_as_templates_want_them() -> None:
+def test_call_ids_have_form_required_by_template() -> None:
     assert named("hermes").derive_call_id("a/1").startswith("call_")
     assert len(named("mistral").derive_call_id("a/1")) == 9
     assert named("mistral_args").derive_call_id("a/1").isalnum()
@@ -264,13 +262,13 @@ def write_calls(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     calls=st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), arguments), min_size=1, max_size=3),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
 )
-def test_all_arguments_come_through(name: str, calls: list[tuple[str, dict[str, Any]]], lengths: list[int]) -> None:
+def test_random_arguments_round_trip(name: str, calls: list[tuple[str, dict[str, Any]]], lengths: list[int]) -> None:
     text = write_calls(name, calls)
-    found = read(named(name), in_pieces(text, lengths))
-    assert found.content == ""
-    assert [(f, json.loads(a)) for f, a in found.calls] == calls
-    assert found.complete
-    assert read(named(name), [text]) == found
+    result = read(named(name), in_pieces(text, lengths))
+    assert result.content == ""
+    assert [(f, json.loads(a)) for f, a in result.calls] == calls
+    assert result.complete
+    assert read(named(name), [text]) == result
 
 
 @slowly
@@ -280,16 +278,16 @@ def test_all_arguments_come_through(name: str, calls: list[tuple[str, dict[str, 
     opts=st.dictionaries(keys, values),
     lengths=st.lists(st.integers(1, 9), min_size=1),
 )
-def test_all_arguments_come_through_as_xml(city: str, days: int, opts: dict[str, Any], lengths: list[int]) -> None:
+def test_random_arguments_round_trip_as_xml(city: str, days: int, opts: dict[str, Any], lengths: list[int]) -> None:
     expected = {"city": city, "days": days, "opts": opts}
     parameters = "".join(
         f"<parameter={key}>\n{value if isinstance(value, str) else dumped(value)}\n</parameter>\n"
         for key, value in expected.items()
     )
     text = f"<tool_call>\n<function=weather>\n{parameters}</function>\n</tool_call>"
-    found = read(named("qwen3_coder"), in_pieces(text, lengths))
-    assert [(f, json.loads(a)) for f, a in found.calls] == [("weather", expected)]
-    assert read(named("qwen3_coder"), [text]) == found
+    result = read(named("qwen3_coder"), in_pieces(text, lengths))
+    assert [(f, json.loads(a)) for f, a in result.calls] == [("weather", expected)]
+    assert read(named("qwen3_coder"), [text]) == result
 
 
 PARTS = [
@@ -314,7 +312,7 @@ PARTS += ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
     parts=st.lists(st.sampled_from(PARTS), max_size=14),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
 )
-def test_any_text_is_read_the_same_in_pieces(name: str, parts: list[str], lengths: list[int]) -> None:
+def test_random_text_with_call_tags_parses_same_in_pieces(name: str, parts: list[str], lengths: list[int]) -> None:
     text = "".join(parts)
     whole = read(named(name), [text])
     assert read(named(name), in_pieces(text, lengths)) == whole
@@ -360,27 +358,27 @@ SPOKEN = {
 
 
 @pytest.mark.parametrize(("template", "name"), SPOKEN.items())
-def test_real_templates_tell_their_format(template: str, name: str | None) -> None:
+def test_find_tool_format_detects_format_of_published_template(template: str, name: str | None) -> None:
     text = (shared("templates") / f"{template}.jinja").read_text(encoding="utf-8")
     assert find_tool_format("auto", text) is (None if name is None else named(name))
     assert find_tool_format("none", text) is None
 
 
-def test_real_tokenizers_tell_their_format() -> None:
-    found = {
+def test_find_tool_format_detects_format_of_real_tokenizer() -> None:
+    formats = {
         one.name: find_tool_format("auto", "\n".join(one.tokenizer.chat_templates.values()))
         for one in real_tokenizers()
     }
-    if not found:
+    if not formats:
         pytest.skip("../shared/tokenizers is not there")
-    assert found["minimind"] is named("hermes")
-    assert found["tinyllama"] is None
+    assert formats["minimind"] is named("hermes")
+    assert formats["tinyllama"] is None
 
 
-def test_the_flag_names_the_table() -> None:
+def test_tool_call_parser_choices_equal_known_formats() -> None:
     assert {row.name for row in TOOL_FORMATS} == set(get_args(ToolCallParser)) - {"auto", "none"} == TWO_CALLS.keys()
 
 
-def test_json_that_is_no_call_is_not_held_back() -> None:
+def test_non_call_json_streams_without_delay() -> None:
     parser = ToolParser(named("llama3_json"), TOOLS)
     assert parser.extract_tool_calls('{"answer": "for')[0] == '{"answer": "for'

@@ -115,15 +115,15 @@ def check_arguments(name: str, arguments: str, xml: bool) -> None:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
 @pytest.mark.parametrize("choice", ["required", "weather", "one"])
-def test_what_a_grammar_lets_through_are_whole_calls(
+def test_required_call_grammar_samples_parse_as_complete_calls(
     row: NamedToolFormat, kind: str, choice: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     xml = row.name in ("qwen3_coder", "seed_oss")
     tools = TOOLS[:2] if xml else TOOLS
     named = {"type": "function", "function": {"name": choice}} if choice == "weather" else "required"
-    asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": named}
+    body = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": named}
     use = resolve_request_tools(
-        ChatRequest.model_validate({**asked, "parallel_tool_calls": choice != "one"}), row.format
+        ChatRequest.model_validate({**body, "parallel_tool_calls": choice != "one"}), row.format
     )
     grammar = use.build_tool_grammar(TOKENIZERS[kind])
     assert grammar is not None
@@ -150,12 +150,12 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
 ) -> None:
     def grammar(choice: str) -> Grammar:
         tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
-        asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": choice}
-        found = resolve_request_tools(ChatRequest.model_validate(asked), row.format).build_tool_grammar(
+        body = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": choice}
+        tool_grammar = resolve_request_tools(ChatRequest.model_validate(body), row.format).build_tool_grammar(
             TOKENIZERS[kind]
         )
-        assert found is not None
-        return found
+        assert tool_grammar is not None
+        return tool_grammar
 
     def fits(text: str) -> bool:
         matcher = compilers[kind].new_matcher(auto)
@@ -180,12 +180,12 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
 @pytest.mark.few(6)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
-def test_calls_beside_a_format_of_the_content(
+def test_grammar_allows_either_calls_or_formatted_content(
     row: NamedToolFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     """The answer is either calls or content that fits the format, never both. The same holds after reasoning."""
-    asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
-    use = resolve_request_tools(ChatRequest.model_validate(asked), row.format)
+    body = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
+    use = resolve_request_tools(ChatRequest.model_validate(body), row.format)
     tokenizer, compiler = TOKENIZERS[kind], compilers[kind]
     calls = use.build_tool_grammar(tokenizer, calls_only=True)
     assert calls is not None
@@ -213,10 +213,10 @@ def test_calls_beside_a_format_of_the_content(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_free_text_in_xml_ends_at_the_parameters_end(kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
+def test_xml_text_value_ends_at_parameter_end_tag(kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
     row = next(row for row in TOOL_FORMATS if row.name == "qwen3_coder")
-    asked = {"messages": [{"role": "user"}], "tools": TOOLS, "tool_choice": "required"}
-    grammar = resolve_request_tools(ChatRequest.model_validate(asked), row.format).build_tool_grammar(TOKENIZERS[kind])
+    body = {"messages": [{"role": "user"}], "tools": TOOLS, "tool_choice": "required"}
+    grammar = resolve_request_tools(ChatRequest.model_validate(body), row.format).build_tool_grammar(TOKENIZERS[kind])
     assert grammar is not None
     head = "<tool_call>\n<function=note>\n<parameter=text>\na <b>\n</parameter>\n"
     for text, allowed in ((f"{head}</function>\n</tool_call>", True), (f"{head}a", False), ("<tool_call>\n{", False)):

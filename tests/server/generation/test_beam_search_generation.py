@@ -25,7 +25,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SYMBOLS = (97, 98, EOS)
 
 
-def table(ids: list[int]) -> dict[int, float]:
+def next_symbol_logprobs(ids: list[int]) -> dict[int, float]:
     """Logprobs of a, b and end of sequence after these tokens: fixed, irregular, with probabilities that sum to one."""
     weights = [1 + (7 * sum(i * t for i, t in enumerate(ids, 1)) + 13 * symbol) % 11 for symbol in SYMBOLS]
     return {symbol: math.log(w / sum(weights)) for symbol, w in zip(SYMBOLS, weights, strict=True)}
@@ -35,25 +35,25 @@ class Markov(FakeEngine):
     """A model over three tokens."""
 
     def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
-        ranked = sorted(table(request.prompt_ids).items(), key=lambda item: -item[1])
+        ranked = sorted(next_symbol_logprobs(request.prompt_ids).items(), key=lambda item: -item[1])
         top = ranked[: request.params.logprobs]
         logprob = TokenLogprob(*ranked[0], 1, top)
         return EngineCoreOutput(id=request.id, new_ids=[ranked[0][0]], logprobs=[logprob], finish_reason="length")
 
 
-def everything(prompt: list[int], longest: int) -> list[tuple[float, tuple[int, ...]]]:
+def all_hypotheses(prompt: list[int], longest: int) -> list[tuple[float, tuple[int, ...]]]:
     """All hypotheses: those that end, and those of the greatest length."""
-    found = []
+    hypotheses = []
     for length in range(1, longest + 1):
         for ids in itertools.product(SYMBOLS, repeat=length):
             if EOS not in ids[:-1] and (ids[-1] == EOS or length == longest):
-                steps = [table([*prompt, *ids[:i]])[token] for i, token in enumerate(ids)]
-                found.append((sum(steps), ids))
-    return found
+                steps = [next_symbol_logprobs([*prompt, *ids[:i]])[token] for i, token in enumerate(ids)]
+                hypotheses.append((sum(steps), ids))
+    return hypotheses
 
 
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -1.0])
-async def test_a_wide_beam_finds_the_best_of_all(length_penalty: float) -> None:
+async def test_wide_beam_search_equals_exhaustive_search(length_penalty: float) -> None:
     async with open_api(Markov(hashed(b"a"), eos=[EOS])) as api:
         body = {
             "prompt": [[120, 121], [122]],
@@ -66,13 +66,13 @@ async def test_a_wide_beam_finds_the_best_of_all(length_penalty: float) -> None:
         }
         answer = await api.post(COMPLETIONS, body)
         for place, prompt in enumerate(body["prompt"]):
-            ranked = sorted(everything(prompt, 5), key=lambda one: -one[0] / len(one[1]) ** length_penalty)
-            found = answer["choices"][40 * place : 40 * place + 40]
+            ranked = sorted(all_hypotheses(prompt, 5), key=lambda one: -one[0] / len(one[1]) ** length_penalty)
+            choices = answer["choices"][40 * place : 40 * place + 40]
             score = {ids: total / len(ids) ** length_penalty for total, ids in ranked}
-            scores = [score[tuple(choice["token_ids"])] for choice in found]
+            scores = [score[tuple(choice["token_ids"])] for choice in choices]
             assert scores == pytest.approx([score[ids] for _, ids in ranked[:40]])
-            assert len({tuple(choice["token_ids"]) for choice in found}) == 40
-            for choice in found:
+            assert len({tuple(choice["token_ids"]) for choice in choices}) == 40
+            for choice in choices:
                 ended = choice["token_ids"][-1] == EOS
                 assert choice["finish_reason"] == ("stop" if ended else "length")
                 assert choice["text"] == bytes(t for t in choice["token_ids"] if t != EOS).decode()
@@ -81,7 +81,7 @@ async def test_a_wide_beam_finds_the_best_of_all(length_penalty: float) -> None:
         assert not api.engine.running
 
 
-async def test_a_chat_by_beam_search() -> None:
+async def test_chat_beam_search_returns_n_choices_and_honors_ignore_eos() -> None:
     async with open_api(Markov(hashed(b"a"), eos=[EOS])) as api:
         body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 4, "use_beam_search": True}
         answer = await api.post(CHAT, body)
@@ -92,12 +92,12 @@ async def test_a_chat_by_beam_search() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (3, 1.0), (4, 0.5)])
-async def test_beams_are_those_of_transformers(width: int, length_penalty: float, tmp_path: Path) -> None:
+async def test_beam_search_equals_transformers(width: int, length_penalty: float, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE)
     prompt = [72, 101, 108, 108, 111] * 4
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    wanted = model.generate(
+    expected = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         num_beams=width,
@@ -115,7 +115,7 @@ async def test_beams_are_those_of_transformers(width: int, length_penalty: float
     ):
         response = await http.post(COMPLETIONS, json={**body, "ignore_eos": True, "return_token_ids": True})
     assert response.status_code == 200, response.text
-    assert [choice["token_ids"] for choice in response.json()["choices"]] == wanted[:, len(prompt) :].tolist()
+    assert [choice["token_ids"] for choice in response.json()["choices"]] == expected[:, len(prompt) :].tolist()
 
 
 async def cancel(api: Api, name: str) -> None:
@@ -123,7 +123,7 @@ async def cancel(api: Api, name: str) -> None:
 
 
 @pytest.mark.parametrize("second_first", [False, True])
-async def test_a_cancelled_search_answers_what_it_has(second_first: bool) -> None:
+async def test_cancelled_beam_search_returns_beams_of_last_complete_step(second_first: bool) -> None:
     body = {"prompt": [[120, 121], [122]], "n": 3, "max_tokens": 400, "use_beam_search": True, "return_token_ids": True}
     engine = Markov(hashed(b"a"), step_seconds=0.001)
     async with open_api(engine) as api:
@@ -150,7 +150,7 @@ async def test_a_cancelled_search_answers_what_it_has(second_first: bool) -> Non
         assert not engine.running
 
 
-async def test_a_search_that_is_cancelled_at_once_has_nothing_to_answer() -> None:
+async def test_beam_search_cancelled_in_first_step_returns_empty_choices() -> None:
     engine = Markov(hashed(b"a"), step_seconds=0.001)
     async with open_api(engine) as api:
         body = {"prompt": "x", "n": 2, "max_tokens": 9, "use_beam_search": True}
@@ -179,19 +179,19 @@ async def test_a_search_that_is_cancelled_at_once_has_nothing_to_answer() -> Non
     ],
     ids=str,
 )
-async def test_what_a_search_cannot_honour(api: Api, fields: dict[str, Any]) -> None:
+async def test_beam_search_rejects_unsupported_fields(api: Api, fields: dict[str, Any]) -> None:
     error = (await api.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, **fields}, 400))["error"]
     assert error["param"] == next(iter(fields))
     assert not api.engine.seen
 
 
-async def test_a_grammar_is_refused(api: Api) -> None:
+async def test_beam_search_rejects_structured_outputs(api: Api) -> None:
     body = {"prompt": "x", "use_beam_search": True, "structured_outputs": {"regex": "a+"}}
     error = (await api.post(COMPLETIONS, body, 400))["error"]
     assert error["param"] == "use_beam_search"
 
 
-async def test_a_search_ends_with_its_deadline_and_with_its_engine() -> None:
+async def test_beam_search_ends_with_timeout_or_engine_error() -> None:
     body = {"prompt": "x", "n": 2, "max_tokens": 400, "use_beam_search": True, "ignore_eos": True}
     async with open_api(Markov(hashed(b"a"), step_seconds=0.01)) as api:
         error = (await api.post(COMPLETIONS, {**body, "timeout": 0.05}, 408))["error"]

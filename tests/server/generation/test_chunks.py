@@ -36,18 +36,18 @@ def spec(*, usage: bool, token_ids: bool, model: str = "m") -> GenerationRequest
     )
 
 
-def one(text: bytes) -> dict[str, Any]:
+def parse_chunk_event(text: bytes) -> dict[str, Any]:
     """Return the object of one event and check that its bytes are json's."""
     assert text.startswith(b"data: ")
     assert text.endswith(b"\n\n")
     assert text.count(b"\n") == 2, "an event's data is one line"
-    found = json.loads(text[6:-2])
-    assert text[6:-2] == json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
-    return found
+    chunk = json.loads(text[6:-2])
+    assert text[6:-2] == json.dumps(chunk, separators=(",", ":"), ensure_ascii=False).encode()
+    return chunk
 
 
 @given(TEXTS, st.integers(0, 3), st.sampled_from([None, "stop", "length"]), st.booleans(), st.booleans())
-def test_a_chunk_has_the_bytes_of_its_object(
+def test_chunk_bytes_equal_compact_json(
     text: str, index: int, reason: str | None, usage: bool, token_ids: bool
 ) -> None:
     ids = [5, 6] if token_ids else ()
@@ -56,26 +56,26 @@ def test_a_chunk_has_the_bytes_of_its_object(
         writer = kind(spec(usage=usage, token_ids=token_ids), byte_level_tokenizer().tokenizer, "fp")
         writer.weights_version = "7"
         for _ in range(2):  # the second time from the cache
-            found = one(writer.step_events([delta]))
-            (choice,) = found["choices"]
+            chunk = parse_chunk_event(writer.step_events([delta]))
+            (choice,) = chunk["choices"]
             shown = choice["delta"].get("content", "") if kind is ChatWriter else choice["text"]
             assert (choice["index"], shown, choice["finish_reason"]) == (index, text, reason)
             assert choice["token_ids"] == (list(ids) if token_ids else None)
-            assert found.get("usage", "none") == (None if usage else "none")
-            assert found.get("weights_version") == (None if reason is None else "7")
+            assert chunk.get("usage", "none") == (None if usage else "none")
+            assert chunk.get("weights_version") == (None if reason is None else "7")
         assert writer.step_events([delta, delta]) == 2 * writer.step_events([delta])
-        counted = Usage(3, 4, 0)
-        writer.set_usage(counted)
-        assert one(writer.step_events([delta]))["usage"] == counted.to_openai_usage()
+        token_usage = Usage(3, 4, 0)
+        writer.set_usage(token_usage)
+        assert parse_chunk_event(writer.step_events([delta]))["usage"] == token_usage.to_openai_usage()
 
 
 @given(TEXTS.filter(bool), st.integers(0, 3), st.booleans())
-def test_a_form_makes_the_bytes_of_a_chunk(text: str, index: int, usage: bool) -> None:
+def test_text_event_template_renders_chunk_bytes(text: str, index: int, usage: bool) -> None:
     for kind in (ChatWriter, CompletionWriter):
-        made = spec(usage=usage, token_ids=False, model="m%d %b%")
-        writer = kind(made, byte_level_tokenizer().tokenizer, "fp%s")
+        request = spec(usage=usage, token_ids=False, model="m%d %b%")
+        writer = kind(request, byte_level_tokenizer().tokenizer, "fp%s")
         form = writer.text_event_template(index)
         assert form is not None
         assert form % encode_json(text) == writer.step_events([ChoiceDelta(index, text, [])])
-        for other in (replace(made, return_token_ids=True), replace(made, continuous_usage=True)):
+        for other in (replace(request, return_token_ids=True), replace(request, continuous_usage=True)):
             assert kind(other, byte_level_tokenizer().tokenizer, "fp").text_event_template(index) is None

@@ -38,7 +38,7 @@ async def count(api: Api, reason: str) -> float:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("path", "body"), CALLS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, Any], stream: bool) -> None:
+async def test_deadline_before_first_token_returns_error_status(path: str, body: dict[str, Any], stream: bool) -> None:
     engine = Stuck(scripted(b"", EOS))
     async with open_api(engine) as api:
         response = await api.http.post(path, json={**body, "n": 2, "queue_timeout": 0.2, "stream": stream})
@@ -53,7 +53,7 @@ async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "body"), CALLS)
-async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str, Any]) -> None:
+async def test_timeout_during_generation_returns_408_or_error_event(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(lambda request, position: 97, step_seconds=0.02)
     async with open_api(engine) as api:
         long = {**body, "max_tokens": 500, "n": 2, "timeout": 1.0}
@@ -72,7 +72,7 @@ async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str,
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "body"), CALLS)
-async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, Any]) -> None:
+async def test_met_deadlines_leave_response_unchanged(path: str, body: dict[str, Any]) -> None:
     """The queue deadline passes before the response is complete; the first token comes at once."""
     engine = FakeEngine(scripted(b"abc", EOS), eos=[EOS])
     async with open_api(engine) as api:
@@ -83,7 +83,7 @@ async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, 
         assert await count(api, "timeout") == await count(api, "queue_timeout") == 0
 
 
-async def test_an_answer_that_only_waits_to_be_read_is_in_time() -> None:
+async def test_finished_but_unread_output_does_not_time_out() -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     client = EngineClient(engine)
     await engine.start()

@@ -43,16 +43,16 @@ def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
 
 async def metrics(api: Api) -> dict[str, float]:
     """The sum over all labels of each metric, by its name without the prefix."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for line in (await api.http.get("/metrics")).text.splitlines():
         if not line.startswith("#"):
             name, value = line.split("{")[0].removeprefix("vllm:"), float(line.split()[-1])
-            found[name] = found.get(name, 0.0) + value
-    return found
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 @both_ways
-async def test_what_counts_once_for_a_prompt_and_what_for_each_choice(beam_search: bool) -> None:
+async def test_metrics_count_each_prompt_once_and_each_choice(beam_search: bool) -> None:
     async with open_api(FakeEngine(scripted(b"xyz", EOS), eos=[EOS])) as api:
         running = generation(api, max_tokens=2, beam_search=beam_search)
         answers = await collect_choices(running.deltas(), lambda step: None)
@@ -66,7 +66,7 @@ async def test_what_counts_once_for_a_prompt_and_what_for_each_choice(beam_searc
 
 
 @both_ways
-async def test_a_closed_generation_ends_and_is_not_complete(beam_search: bool) -> None:
+async def test_closed_generation_ends_incomplete(beam_search: bool) -> None:
     engine = FakeEngine(scripted(b"x" * 200, EOS), step_seconds=0.001)
     async with open_api(engine) as api:
         running = generation(api, max_tokens=200, beam_search=beam_search)
@@ -82,27 +82,27 @@ async def test_a_closed_generation_ends_and_is_not_complete(beam_search: bool) -
     assert (counted["request_success_total"], counted["request_params_n_count"]) == (6, 2)
 
 
-async def test_whole_answers_hold_only_so_many_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_max_logprobs_limits_only_responses_without_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "MAX_LOGPROBS", 100)
     body = {"prompt": "x", "n": 2, "logprobs": 1, "ignore_eos": True, "max_tokens": 25}
     engine = FakeEngine(scripted(b"x" * 200, EOS))
     async with open_api(engine) as api:
         assert (await api.http.post("/v1/completions", json=body)).status_code == 200, "exactly as many"
-        refused = await api.http.post("/v1/completions", json={**body, "max_tokens": 60})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        rejection = await api.http.post("/v1/completions", json={**body, "max_tokens": 60})
+        assert (rejection.status_code, rejection.json()["error"]["param"]) == (400, "logprobs")
         assert not engine.running
         streamed = await api.http.post("/v1/completions", json={**body, "max_tokens": 60, "stream": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert api.runtime.logprob_budget._total_logprobs == 0
 
 
-def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprob_budget_rejects_largest_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "MAX_LOGPROBS_IN_ALL", 10)
     token = AnswerToken(1, TokenLogprob(1, -1.0, 1, [(1, -1.0)]), 0)
     step = [ChoiceDelta(0, "x", [token] * 2)]
-    kept = folds.LogprobBudget()
-    with kept.track_call() as small:
-        with kept.track_call() as large:
+    budget = folds.LogprobBudget()
+    with budget.track_call() as small:
+        with budget.track_call() as large:
             large(step)
             large(step)
             small([ChoiceDelta(0, "x", [token])])

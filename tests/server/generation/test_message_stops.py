@@ -22,8 +22,8 @@ CALL = '<tool_call>\n{"name": "clock", "arguments": {"p": "STOP"}}\n</tool_call>
 
 
 def body(text: str, **more: Any) -> dict[str, Any]:
-    said = [{"role": "user", "content": f"SAY[[{text}]]END"}]
-    return {"messages": said, "max_tokens": 500, "chat_template_kwargs": {"enable_thinking": True}, **more}
+    messages = [{"role": "user", "content": f"SAY[[{text}]]END"}]
+    return {"messages": messages, "max_tokens": 500, "chat_template_kwargs": {"enable_thinking": True}, **more}
 
 
 def server(**options: Any) -> Any:
@@ -47,7 +47,7 @@ def server(**options: Any) -> Any:
         ("only STOP thinking", ["STOP"], "only STOP thinking", "", None),
     ],
 )
-async def test_only_content_is_searched(
+async def test_stop_string_matches_content_and_not_reasoning(
     text: str, stop: list[str], reasoning: str, content: str, reason: str | None
 ) -> None:
     async with server() as api:
@@ -58,7 +58,7 @@ async def test_only_content_is_searched(
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
-async def test_calls_are_not_searched_and_content_around_them_is() -> None:
+async def test_stop_string_matches_content_around_tool_calls_only() -> None:
     text = f"hm </think>I call.\n{CALL}\n"
     async with server() as api:
         for stop in ("STOP", "arguments", "</tool_call>", "<tool_call>"):
@@ -75,49 +75,54 @@ async def test_calls_are_not_searched_and_content_around_them_is() -> None:
         assert choice["message"]["content"] == "I call.\nNow "
 
 
-async def test_every_api_of_chats_searches_content_alone() -> None:
+async def test_anthropic_and_ollama_apis_match_stop_in_content_only() -> None:
     text = "<think>STOP? </think>\n\nYes. STOP it"
-    said = [{"role": "user", "content": f"SAY[[{text}]]END"}]
+    messages = [{"role": "user", "content": f"SAY[[{text}]]END"}]
     async with server() as api:
-        asked = {"messages": said, "max_tokens": 500, "stop_sequences": ["STOP"], "thinking": {"type": "adaptive"}}
-        message = await api.post("/v1/messages", {"model": NAME, **asked})
+        request = {
+            "messages": messages,
+            "max_tokens": 500,
+            "stop_sequences": ["STOP"],
+            "thinking": {"type": "adaptive"},
+        }
+        message = await api.post("/v1/messages", {"model": NAME, **request})
         assert [part.get("text", part.get("thinking")) for part in message["content"]] == ["STOP?", "Yes. "]
         assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
         line = await api.post(
-            "/api/chat", {"messages": said, "stream": False, "think": True, "options": {"stop": ["STOP"]}}
+            "/api/chat", {"messages": messages, "stream": False, "think": True, "options": {"stop": ["STOP"]}}
         )
         assert (line["message"]["thinking"], line["message"]["content"]) == ("STOP?", "Yes. ")
 
 
-async def test_completions_and_stop_token_ids_are_as_they_were() -> None:
+async def test_completions_stop_and_stop_token_ids_match_all_text() -> None:
     async with server() as api:
-        asked = {"prompt": "SAY[[hm STOP</think>STOP]]END", "max_tokens": 100, "stop": "STOP"}
-        choice = (await api.post("/v1/completions", asked))["choices"][0]
+        request = {"prompt": "SAY[[hm STOP</think>STOP]]END", "max_tokens": 100, "stop": "STOP"}
+        choice = (await api.post("/v1/completions", request))["choices"][0]
         assert (choice["text"], choice["stop_reason"]) == ("hm ", "STOP")
         choice = (await api.post(CHAT, body("hm! </think>A!", stop_token_ids=[ord("!")])))["choices"][0]
         assert (choice["message"]["reasoning"], choice["stop_reason"]) == ("hm", ord("!"))
 
 
-async def test_min_tokens_and_the_stop_string_in_the_output() -> None:
+async def test_stop_string_honors_min_tokens_and_include_stop_str() -> None:
     text = "h </think>aXbXc"
     async with server() as api:
         for least, content in ((0, "a"), (11, "a"), (12, "aXb"), (14, "aXbXc")):
             choice = (await api.post(CHAT, body(text, stop="X", min_tokens=least)))["choices"][0]
             assert choice["message"]["content"] == content, least
-        asked = body(text, stop="X", include_stop_str_in_output=True)
-        assert (await api.post(CHAT, asked))["choices"][0]["message"]["content"] == "aX"
+        request = body(text, stop="X", include_stop_str_in_output=True)
+        assert (await api.post(CHAT, request))["choices"][0]["message"]["content"] == "aX"
 
 
-async def test_log_probabilities_end_where_content_does() -> None:
+async def test_logprobs_end_where_content_ends() -> None:
     text = "h STOP </think>So é STOP it"
     async with server() as api:
         for include, shown in ((False, "h STOP </think>So é "), (True, "h STOP </think>So é STOP")):
-            asked = body(text, stop="STOP", logprobs=True, include_stop_str_in_output=include, n=2)
-            whole = await api.post(CHAT, asked)
+            request = body(text, stop="STOP", logprobs=True, include_stop_str_in_output=include, n=2)
+            whole = await api.post(CHAT, request)
             for choice in whole["choices"]:
                 tokens = choice["logprobs"]["content"]
                 assert bytes(byte for token in tokens for byte in token["bytes"]) == shown.encode()
-            events = await api.events(CHAT, asked)
+            events = await api.events(CHAT, request)
             streamed = [
                 byte
                 for event in events
@@ -148,31 +153,31 @@ PIECES = ["a", "é", "ST", "OP", "STOP", " ", "\n", "</think>", "<think>", CALL,
         },
     ),
 )
-async def test_however_tokens_come_an_answer_ends_in_the_same_place(
+async def test_stop_position_does_not_depend_on_token_bursts(
     parts: list[str], stop: list[str], burst: int, more: dict[str, Any]
 ) -> None:
-    asked = body("".join(parts), stop=stop, tools=TOOLS, **more)
+    request = body("".join(parts), stop=stop, tools=TOOLS, **more)
     async with server(burst=1) as api:
-        whole = await api.post(CHAT, asked)
+        whole = await api.post(CHAT, request)
     async with server(burst=burst) as api:
-        burst_whole = await api.post(CHAT, asked)
-        events = await api.events(CHAT, {**asked, "stream_options": {"include_usage": True}})
-    assert seen(burst_whole) == seen(whole)
-    assert seen(folded(events)) == seen(whole)
+        burst_whole = await api.post(CHAT, request)
+        events = await api.events(CHAT, {**request, "stream_options": {"include_usage": True}})
+    assert comparable_response(burst_whole) == comparable_response(whole)
+    assert comparable_response(merge_chunks(events)) == comparable_response(whole)
 
 
-def seen(whole: dict[str, Any]) -> Any:
+def comparable_response(whole: dict[str, Any]) -> Any:
     choices = []
     for choice in whole["choices"]:
         message = choice["message"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         logprobs = choice["logprobs"] and [token["token"] for token in choice["logprobs"]["content"]]
-        said = (message["content"] or "", message.get("reasoning", ""), calls, logprobs or [], choice["token_ids"])
-        choices.append((said, choice["finish_reason"], choice["stop_reason"]))
+        parts = (message["content"] or "", message.get("reasoning", ""), calls, logprobs or [], choice["token_ids"])
+        choices.append((parts, choice["finish_reason"], choice["stop_reason"]))
     return choices, whole["usage"]["completion_tokens"]
 
 
-def folded(events: list[Any]) -> dict[str, Any]:
+def merge_chunks(events: list[Any]) -> dict[str, Any]:
     """The whole response, merged from chunks as a client does."""
     usage = events.pop()["usage"]
     choices: dict[int, dict[str, Any]] = {}

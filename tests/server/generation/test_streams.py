@@ -34,10 +34,10 @@ USER = {"role": "user", "content": "x"}
 BEGUN = {"messages": [USER, {"role": "assistant", "content": "Well a"}], "continue_final_message": True, "echo": True}
 
 
-def listing(body: dict[str, Any]) -> dict[str, Any]:
+def drop_token_ids_without_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     """`logprob_token_ids` is allowed only together with logprobs."""
-    asked = body["logprobs"] is not None and body["logprobs"] is not False
-    return body if asked else {**body, "logprob_token_ids": []}
+    wants_logprobs = body["logprobs"] is not None and body["logprobs"] is not False
+    return body if wants_logprobs else {**body, "logprob_token_ids": []}
 
 
 completions = st.fixed_dictionaries(
@@ -48,7 +48,7 @@ completions = st.fixed_dictionaries(
         "logprobs": st.none() | st.integers(0, 3),
         "logprob_token_ids": listed,
     }
-).map(listing)
+).map(drop_token_ids_without_logprobs)
 chats = st.fixed_dictionaries(
     {
         **common,
@@ -56,7 +56,7 @@ chats = st.fixed_dictionaries(
         "logprobs": st.booleans(),
         "logprob_token_ids": listed,
     }
-).map(listing)
+).map(drop_token_ids_without_logprobs)
 chats = chats.map(lambda body: {**{name: value for name, value in body.items() if name != "begun"}, **body["begun"]})
 chats = chats.flatmap(
     lambda body: st.integers(0, 3 if body["logprobs"] else 0).map(lambda top: {**body, "top_logprobs": top})
@@ -90,7 +90,7 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "text": text, "logprobs": logprobs if any(logprobs.values()) else {}}
 
 
-async def check(path: str, body: dict[str, Any], burst: int) -> None:
+async def check_stream_equals_whole_response(path: str, body: dict[str, Any], burst: int) -> None:
     engine = FakeEngine(hashed([*LETTERS, EOS]), eos=[EOS], burst=burst)
     async with open_api(engine) as api:
         whole = await api.post(path, body)
@@ -102,19 +102,19 @@ async def check(path: str, body: dict[str, Any], burst: int) -> None:
 
 @settings(deadline=None)
 @given(body=completions, burst=st.integers(1, 5))
-async def test_completions(body: dict[str, Any], burst: int) -> None:
-    await check("/v1/completions", body, burst)
+async def test_merged_completion_stream_equals_whole_response(body: dict[str, Any], burst: int) -> None:
+    await check_stream_equals_whole_response("/v1/completions", body, burst)
 
 
 @settings(deadline=None)
 @given(body=chats, burst=st.integers(1, 5))
-async def test_chats(body: dict[str, Any], burst: int) -> None:
-    await check("/v1/chat/completions", body, burst)
+async def test_merged_chat_stream_equals_whole_response(body: dict[str, Any], burst: int) -> None:
+    await check_stream_equals_whole_response("/v1/chat/completions", body, burst)
 
 
 @settings(deadline=None)
 @given(text=st.text("abé ", max_size=40), stop=st.lists(words, min_size=1, max_size=4), burst=st.integers(1, 4))
-async def test_stop_strings_never_leak(text: str, stop: list[str], burst: int) -> None:
+async def test_stream_never_contains_stop_string(text: str, stop: list[str], burst: int) -> None:
     async with open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS], burst=burst)) as api:
         events = await api.events("/v1/completions", {"prompt": "x", "max_tokens": 100, "stop": stop})
     shown = "".join(event["choices"][0]["text"] for event in events)
@@ -125,7 +125,7 @@ async def test_stop_strings_never_leak(text: str, stop: list[str], burst: int) -
     assert last["stop_reason"] == (min(ends)[2] if ends else None)
 
 
-async def test_the_choices_of_one_step_come_in_one_chunk_of_the_body() -> None:
+async def test_choices_of_one_step_are_sent_in_one_body_chunk() -> None:
     body = b'{"messages": [{"role": "user", "content": "x"}], "n": 4, "stream": true}'
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
     requests = iter([{"type": "http.request", "body": body}])

@@ -70,7 +70,7 @@ BAD_BODIES = {
 }
 
 
-async def test_port_scans_of_the_obvious() -> None:
+async def test_malformed_requests_and_bodies_return_4xx_errors() -> None:
     async with serving(FakeEngine(LETTERS), max_body_size=1) as port, httpx.AsyncClient(base_url=port.url) as http:
         for name, data in MALFORMED.items():
             answer = await port.send(data, end=True)
@@ -91,7 +91,7 @@ async def test_port_scans_of_the_obvious() -> None:
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_no_spelling_of_a_path_gets_around_the_keys() -> None:
+async def test_no_path_spelling_bypasses_api_keys() -> None:
     async with serving(FakeEngine(LETTERS), api_key=["secret"]) as port:
         for path in (
             b"//health",
@@ -108,7 +108,7 @@ async def test_no_spelling_of_a_path_gets_around_the_keys() -> None:
             assert statuses(answer) in ([401], [400]), target
 
 
-async def test_heads_are_bounded_as_they_come() -> None:
+async def test_oversized_request_head_returns_431() -> None:
     async with serving(FakeEngine(LETTERS)) as port:
         line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
         whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + line * 70 + b"\r\n"
@@ -141,7 +141,7 @@ SLOW = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", SLOW)
-async def test_who_trickles_is_answered_and_closed(name: str) -> None:
+async def test_trickling_client_gets_error_and_connection_closes(name: str) -> None:
     pieces, expected = SLOW[name]
     async with serving(FakeEngine(LETTERS), read_timeout=0.3) as port:
         async with asyncio.timeout(20):  # the pieces take much longer
@@ -150,7 +150,7 @@ async def test_who_trickles_is_answered_and_closed(name: str) -> None:
 
 
 @pytest.mark.slow
-async def test_who_is_slow_but_moves_is_served() -> None:
+async def test_slow_but_progressing_body_is_served() -> None:
     """The body takes longer in all than the limit for each piece, and so does the response."""
     body = b'{"prompt": "' + b"x" * 300_000 + b'"}'
     head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -161,7 +161,7 @@ async def test_who_is_slow_but_moves_is_served() -> None:
         assert statuses(answer) == [200]
 
 
-async def test_a_stream_goes_on_while_its_client_begins_another_request() -> None:
+async def test_stream_completes_before_unfinished_pipelined_request() -> None:
     """A pipelined head that never ends must not end the response before it."""
     engine = FakeEngine(LETTERS, max_model_len=1000, step_seconds=0.05)
     body = b'{"prompt": "x", "stream": true, "max_tokens": 30}'
@@ -179,17 +179,17 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
 
 
-async def test_what_waits_is_answered_before_a_request_too_many_ends_the_connection() -> None:
+async def test_waiting_requests_are_answered_before_pipelining_limit_closes() -> None:
     get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with serving(FakeEngine(LETTERS)) as port:
-        found = statuses(await port.send(get * 299 + get.replace(b"Host: localhost", b"Connection: close")))
-        assert found in ([200] * (len(found) - 1) + [400], [200] * 300), "those that are read later have room again"
-        assert len(found) >= MAX_PIPELINED_REQUESTS + 2
+        codes = statuses(await port.send(get * 299 + get.replace(b"Host: localhost", b"Connection: close")))
+        assert codes in ([200] * (len(codes) - 1) + [400], [200] * 300), "those that are read later have room again"
+        assert len(codes) >= MAX_PIPELINED_REQUESTS + 2
 
 
-async def test_what_waits_is_answered_before_nonsense_behind_it_ends_the_connection() -> None:
-    asked = b'{"prompt": "x", "max_tokens": 3}'
-    post = POST + b"Content-Length: %d\r\n\r\n" % len(asked) + asked
+async def test_waiting_requests_are_answered_before_malformed_one() -> None:
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    post = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with serving(FakeEngine(LETTERS, step_seconds=0.02)) as port:
         assert statuses(await port.send(post * 3 + b"nonsense\r\n\r\n")) == [200, 200, 200, 400]
 
@@ -197,12 +197,12 @@ async def test_what_waits_is_answered_before_nonsense_behind_it_ends_the_connect
 @pytest.mark.few(1)
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"foo, bar/1"])
 @pytest.mark.parametrize("cut", [None, 30, 130, -10])
-async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: bytes, cut: int | None) -> None:
-    asked = b"Upgrade: " + protocol
+async def test_unsupported_upgrade_is_served_as_ordinary_request(protocol: bytes, cut: int | None) -> None:
+    upgrade = b"Upgrade: " + protocol
     body = b'{"prompt": "Hi", "max_tokens": 3}'
-    first = POST + b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n" + asked + b"\r\n"
+    first = POST + b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n" + upgrade + b"\r\n"
     first += b"Content-Length: %d\r\n\r\n" % len(body) + body
-    chunked = POST + b"connection: upgrade\r\n" + asked.lower() + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = POST + b"connection: upgrade\r\n" + upgrade.lower() + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunked += b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
     sent = first + chunked + completion(body)
     async with serving(FakeEngine(LETTERS)) as port:
@@ -212,7 +212,7 @@ async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: by
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-async def test_an_upgrade_on_a_connection_that_shall_close_is_answered(protocol: bytes) -> None:
+async def test_upgrade_with_connection_close_is_answered(protocol: bytes) -> None:
     body = b'{"prompt": "Hi", "max_tokens": 3}'
     head = POST + b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n"
     plain = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -232,7 +232,7 @@ async def test_an_upgrade_on_a_connection_that_shall_close_is_answered(protocol:
         (POST + b"X: ", 431),
     ],
 )
-async def test_who_is_refused_while_he_sends_learns_why(first: bytes, status: int) -> None:
+async def test_rejected_client_receives_error_while_sending(first: bytes, status: int) -> None:
     """Most clients do not stop sending to read the response."""
 
     def ask(port: int) -> bytes:
@@ -267,7 +267,7 @@ async def leave_unread(port: Port, body: dict[str, Any]) -> socket.socket:
     return sock
 
 
-async def test_who_does_not_read_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+async def test_write_timeout_aborts_stream_of_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(LETTERS, max_model_len=10**9)
     async with serving(engine, write_timeout=0.5) as port:
         with await leave_unread(port, {"max_tokens": 10**9 - 10}):
@@ -278,7 +278,7 @@ async def test_who_does_not_read_is_cut_off(caplog: pytest.LogCaptureFixture) ->
     assert "left its answer unread for 0.5 s" in caplog.text
 
 
-async def test_what_waits_for_a_reader_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unread_bytes_limit_ends_stream_with_slow_reader_error(caplog: pytest.LogCaptureFixture) -> None:
     """The engine is far faster than the reader: the stream is ended long before the timeout."""
     engine = FakeEngine(LETTERS, max_model_len=10**9, burst=1000)
     async with serving(engine, write_timeout=3600, max_logprobs=200) as port:
@@ -287,11 +287,11 @@ async def test_what_waits_for_a_reader_is_bounded(caplog: pytest.LogCaptureFixtu
             assert await metric(port.url, "quire:slow_readers_total") == 1
             assert "wait to be read" in caplog.text
             sock.setblocking(True)
-            last = await asyncio.to_thread(read_all, sock)
+            last = await asyncio.to_thread(read_to_end, sock)
             assert b'"code": "slow_reader"' in last
 
 
-def read_all(sock: socket.socket) -> bytes:
+def read_to_end(sock: socket.socket) -> bytes:
     """Read to the end of the response and return its last bytes."""
     sock.settimeout(60)
     tail = b""
@@ -300,13 +300,13 @@ def read_all(sock: socket.socket) -> bytes:
     return tail
 
 
-async def test_who_pauses_and_reads_on_misses_nothing() -> None:
+async def test_client_that_pauses_reading_receives_whole_stream() -> None:
     engine = FakeEngine(LETTERS, max_model_len=10**6)
     async with serving(engine) as port:
         with await leave_unread(port, {"max_tokens": 30_000, "stream_options": {"include_usage": True}}) as sock:
             await idle(engine)
             sock.setblocking(True)
-            tail = await asyncio.to_thread(read_all, sock)
+            tail = await asyncio.to_thread(read_to_end, sock)
             assert b'"completion_tokens":30000' in tail
             assert b"data: [DONE]" in tail
         assert await metric(port.url, "quire:slow_readers_total") == 0
@@ -320,14 +320,14 @@ def authority() -> trustme.CA:
 @pytest.fixture
 def certificates(authority: trustme.CA, tmp_path: Path) -> dict[str, Path]:
     paths = {"ssl_certfile": tmp_path / "cert.pem", "ssl_keyfile": tmp_path / "key.pem"}
-    own = authority.issue_cert("127.0.0.1")
-    own.private_key_pem.write_to_path(paths["ssl_keyfile"])
-    for blob in own.cert_chain_pems:
+    server_cert = authority.issue_cert("127.0.0.1")
+    server_cert.private_key_pem.write_to_path(paths["ssl_keyfile"])
+    for blob in server_cert.cert_chain_pems:
         blob.write_to_path(paths["ssl_certfile"], append=True)
     return paths
 
 
-async def test_tls(authority: trustme.CA, certificates: dict[str, Path]) -> None:
+async def test_tls_server_answers_only_https(authority: trustme.CA, certificates: dict[str, Path]) -> None:
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     async with serving(FakeEngine(LETTERS), **certificates) as port:
@@ -340,7 +340,7 @@ async def test_tls(authority: trustme.CA, certificates: dict[str, Path]) -> None
         assert statuses(await port.send(b"GET /health HTTP/1.1\r\n\r\n")) == [], "plain HTTP gets no answer"
 
 
-async def test_tls_with_certificates_of_clients(
+async def test_tls_server_requires_client_certificate_of_ca(
     authority: trustme.CA, certificates: dict[str, Path], tmp_path: Path
 ) -> None:
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -357,7 +357,7 @@ async def test_tls_with_certificates_of_clients(
                 await http.get("/health")
 
 
-def test_certificates_that_cannot_be_used(certificates: dict[str, Path], tmp_path: Path) -> None:
+def test_unusable_tls_files_raise_config_error(certificates: dict[str, Path], tmp_path: Path) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("junk")
     for options, message in (
@@ -372,7 +372,7 @@ def test_certificates_that_cannot_be_used(certificates: dict[str, Path], tmp_pat
             tls_context(ServerConfig(**options))
 
 
-async def test_a_chunk_a_byte_costs_no_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_byte_chunks_are_passed_on_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     passed_on: list[int] = []
     plain = HttpToolsProtocol.on_body
 
@@ -390,7 +390,7 @@ async def test_a_chunk_a_byte_costs_no_copy_each(monkeypatch: pytest.MonkeyPatch
     assert len(passed_on) < 1000
 
 
-async def test_thousands_of_requests_in_one_piece_end_the_connection() -> None:
+async def test_thousands_of_pipelined_requests_close_connection() -> None:
     async with serving(FakeEngine(LETTERS)) as port:
         few = b"GET /version HTTP/1.1\r\n\r\n" * 50 + b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n"
         assert statuses(await port.send(few)) == [200] * 51
@@ -399,7 +399,7 @@ async def test_thousands_of_requests_in_one_piece_end_the_connection() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_of_http_1_0_gets_no_chunks(stream: bool) -> None:
+async def test_http_1_0_response_is_not_chunked(stream: bool) -> None:
     """nginx with its defaults, `ab`: a response without a length ends with the connection."""
     body = json.dumps({"prompt": "x", "max_tokens": 5, "seed": 1, "stream": stream}).encode()
     whole = completion(body)

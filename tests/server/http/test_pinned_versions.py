@@ -31,10 +31,10 @@ READ_VERSIONS = {
 """Digests of the overridden base methods, by reviewed version."""
 
 
-def overridden(ours: type, base: type) -> dict[str, FunctionType]:
+def overridden_methods(ours: type, base: type) -> dict[str, FunctionType]:
     """The methods of the base that our class defines too, by name."""
     names = [name for name, value in vars(ours).items() if isinstance(value, FunctionType)]
-    return {name: found for name in names if isinstance(found := getattr(base, name, None), FunctionType)}
+    return {name: method for name in names if isinstance(method := getattr(base, name, None), FunctionType)}
 
 
 def source_digest(methods: dict[str, FunctionType]) -> str:
@@ -43,22 +43,22 @@ def source_digest(methods: dict[str, FunctionType]) -> str:
 
 
 @pytest.mark.parametrize("ours", BASES)
-def test_what_is_overridden_was_read_in_the_pinned_version(ours: type) -> None:
+def test_overridden_base_methods_equal_reviewed_version(ours: type) -> None:
     base, package = BASES[ours]
     version = metadata.version(package)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     if f"{package}=={version}" not in pins:
         pytest.skip(f"{package} {version} is not the pinned one")
-    methods = overridden(ours, base)
+    methods = overridden_methods(ours, base)
     advice = f"read what changed in {package} {version}: {', '.join(sorted(methods))}, and note the new digest"
     assert READ_VERSIONS.get((ours, version)) == source_digest(methods), advice
 
 
 @pytest.mark.parametrize("ours", BASES)
-def test_our_methods_take_what_those_of_the_base_take(ours: type) -> None:
+def test_overrides_accept_parameters_of_base_methods(ours: type) -> None:
     """Any installed version calls them."""
     base, _ = BASES[ours]
-    for name, theirs in overridden(ours, base).items():
+    for name, base_method in overridden_methods(ours, base).items():
         if name != "__init__":
-            expected = inspect.signature(theirs).parameters
+            expected = inspect.signature(base_method).parameters
             assert expected.keys() <= inspect.signature(getattr(ours, name)).parameters.keys(), name

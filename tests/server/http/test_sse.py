@@ -55,7 +55,7 @@ class Stream:
         return message.get("status", message.get("body"))
 
 
-async def test_the_status_waits_for_the_first_chunk_or_ping() -> None:
+async def test_sse_status_waits_for_first_chunk_or_ping() -> None:
     quick, slow = Stream(ping=1000), Stream()
     quick.chunks.put_nowait(b"data: 1\n\n")
     assert [await quick.next() for _ in range(2)] == [200, b"data: 1\n\n"]
@@ -72,7 +72,7 @@ async def test_the_status_waits_for_the_first_chunk_or_ping() -> None:
     assert (last["body"], last["more_body"]) == (b"", False)
 
 
-async def test_zero_means_no_pings() -> None:
+async def test_zero_sse_ping_disables_pings() -> None:
     stream = Stream(ping=0)
     await asyncio.sleep(3 * SHORT)
     assert stream.sent.empty()
@@ -82,7 +82,7 @@ async def test_zero_means_no_pings() -> None:
     assert stream.sent.empty()
 
 
-async def test_an_error_after_a_ping_is_the_last_event() -> None:
+async def test_error_after_ping_is_sent_as_last_event() -> None:
     stream = Stream()
     assert [await stream.next() for _ in range(2)] == [200, PING_EVENT]
     stream.chunks.put_nowait(EngineError("the engine tripped"))
@@ -92,7 +92,7 @@ async def test_an_error_after_a_ping_is_the_last_event() -> None:
     assert last["more_body"] is False
 
 
-async def test_who_leaves_ends_it_at_once() -> None:
+async def test_disconnect_before_first_chunk_ends_stream_with_status() -> None:
     stream = Stream(ping=1000)
     stream.left.set()
     await asyncio.wait_for(stream.task, 20)
@@ -100,7 +100,7 @@ async def test_who_leaves_ends_it_at_once() -> None:
     assert await stream.next() == 200, "as the log of requests has it"
 
 
-async def test_who_leaves_closes_what_made_the_chunks() -> None:
+async def test_disconnect_closes_chunk_generator() -> None:
     ended = asyncio.Event()
 
     async def chunks() -> AsyncGenerator[bytes]:
@@ -124,9 +124,9 @@ async def test_who_leaves_closes_what_made_the_chunks() -> None:
     assert ended.is_set()
 
 
-def datas(text: str) -> tuple[list[str], int]:
+def parse_sse_data(text: str) -> tuple[list[str], int]:
     """The data of each event, parsed as the SSE standard says, and the number of comments."""
-    found, comments, data = [], 0, list[str]()
+    events, comments, data = [], 0, list[str]()
     for line in text.split("\n"):
         if line.startswith(":"):
             comments += 1
@@ -136,12 +136,12 @@ def datas(text: str) -> tuple[list[str], int]:
         else:
             assert line == ""
             if data:
-                found.append("\n".join(data))
+                events.append("\n".join(data))
             data = []
-    return found, comments
+    return events, comments
 
 
-async def test_pings_lie_between_events_and_readers_pass_over_them() -> None:
+async def test_pings_between_events_leave_text_unchanged() -> None:
     body = {"model": NAME, "prompt": "x", "max_tokens": 4, "seed": 1}
     texts = []
     for step_seconds, ping in ((0.0, 15.0), (10 * SHORT, SHORT)):
@@ -149,7 +149,7 @@ async def test_pings_lie_between_events_and_readers_pass_over_them() -> None:
         async with serving(engine, sse_ping=ping) as port:
             async with httpx.AsyncClient(base_url=port.url) as http:
                 answer = await http.post("/v1/completions", json={**body, "stream": True})
-            events, comments = datas(answer.text)
+            events, comments = parse_sse_data(answer.text)
             assert (comments > 0) == (step_seconds > 0)
             assert events.pop() == "[DONE]"
             texts.append("".join(json.loads(each)["choices"][0]["text"] for each in events))
@@ -172,14 +172,14 @@ class HeldEngine(FakeEngine):
         await super()._run()
 
 
-async def test_a_failure_before_the_first_token_has_a_status_of_its_own() -> None:
+async def test_engine_error_before_first_token_returns_500() -> None:
     engine = FakeEngine(LETTERS, fail_at=0)
     async with serving(engine, sse_ping=1000) as port, httpx.AsyncClient(base_url=port.url) as http:
         answer = await http.post("/v1/completions", json={"prompt": "x", "stream": True})
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the engine tripped")
 
 
-async def test_a_failure_after_a_ping_reaches_the_sdk_as_an_error() -> None:
+async def test_engine_error_after_ping_raises_api_error_in_openai_sdk() -> None:
     engine = HeldEngine(fail_at=0)
     async with (
         serving(engine, sse_ping=SHORT) as port,
@@ -192,7 +192,7 @@ async def test_a_failure_after_a_ping_reaches_the_sdk_as_an_error() -> None:
                 pass
 
 
-async def test_who_leaves_after_a_ping_frees_the_engine() -> None:
+async def test_disconnect_after_ping_aborts_engine_request() -> None:
     engine = HeldEngine()
     async with serving(engine, sse_ping=SHORT) as port, httpx.AsyncClient(base_url=port.url) as http:
         async with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
@@ -202,7 +202,7 @@ async def test_who_leaves_after_a_ping_frees_the_engine() -> None:
         assert engine.aborted == [engine.seen[0].id]
 
 
-async def test_a_drain_lets_streams_end() -> None:
+async def test_drain_completes_open_streams_and_rejects_new_requests() -> None:
     engine = HeldEngine()
     async with serving(engine, sse_ping=SHORT) as port, httpx.AsyncClient(base_url=port.url) as http:
         body = {"prompt": "x", "stream": True, "max_tokens": 50}
@@ -211,18 +211,18 @@ async def test_a_drain_lets_streams_end() -> None:
             http.stream("GET", "/v1/engine/events") as view,
         ):
             draining = asyncio.create_task(port.server.drain_requests())
-            refused = await http.post("/v1/completions", json=body)
-            assert refused.status_code == 503
+            rejection = await http.post("/v1/completions", json=body)
+            assert rejection.status_code == 503
             engine.go.set()
             text = "".join([part async for part in response.aiter_text()])
             await draining
             assert "event: hello" in "".join([part async for part in view.aiter_text()])
-        events, _ = datas(text)
+        events, _ = parse_sse_data(text)
         assert len(events) == 51
         assert events[-1] == "[DONE]"
 
 
-async def test_the_head_of_a_stream_byte_by_byte() -> None:
+async def test_stream_response_has_exact_status_line_and_headers() -> None:
     content = b'{"prompt": "x", "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: me\r\n"
     length = b"Content-Length: %d\r\n\r\n" % len(content)

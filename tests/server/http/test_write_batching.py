@@ -10,7 +10,7 @@ import pytest
 from quire.server.http.write_batching import MAX_BUFFERED_BYTES, BatchingTransport, WriteBatcher
 
 
-class Recorded(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     """Appends what is written to a list that all transports share."""
 
     def __init__(self, name: str, written: list[tuple[str, bytes]], broken: bool = False) -> None:
@@ -35,59 +35,59 @@ class Recorded(asyncio.Transport):
     abort = close
 
 
-class Line:
+class BatchedConnections:
     """Three connections of one server."""
 
     def __init__(self, broken: str = "") -> None:
         bursts, loop = WriteBatcher(), asyncio.get_running_loop()
         self.written: list[tuple[str, bytes]] = []
-        self.below = {name: Recorded(name, self.written, name == broken) for name in "abc"}
+        self.below = {name: RecordingTransport(name, self.written, name == broken) for name in "abc"}
         self.a, self.b, self.c = (BatchingTransport(each, loop, bursts) for each in self.below.values())
 
 
-async def test_what_is_written_in_a_turn_is_sent_behind_it_each_connections_at_once() -> None:
-    line = Line()
-    line.a.write(b"1")
-    line.b.write(b"2")
-    line.a.write(bytearray(b"3"))
-    assert line.written == []
+async def test_writes_of_one_loop_turn_are_sent_together_per_connection() -> None:
+    connections = BatchedConnections()
+    connections.a.write(b"1")
+    connections.b.write(b"2")
+    connections.a.write(bytearray(b"3"))
+    assert connections.written == []
     await asyncio.sleep(0)
-    assert line.written == [("a", b"13"), ("b", b"2")]
-    line.b.write(memoryview(b"4"))
+    assert connections.written == [("a", b"13"), ("b", b"2")]
+    connections.b.write(memoryview(b"4"))
     await asyncio.sleep(0)
-    assert line.written[2:] == [("b", b"4")]
+    assert connections.written[2:] == [("b", b"4")]
 
 
-async def test_much_is_written_at_once_so_that_backpressure_is_noticed() -> None:
-    line = Line()
-    line.a.write(b"x")
-    line.a.write(b"y" * MAX_BUFFERED_BYTES)
-    line.a.write(b"z")
-    assert line.written == [("a", b"x" + b"y" * MAX_BUFFERED_BYTES)]
+async def test_large_write_is_sent_immediately() -> None:
+    connections = BatchedConnections()
+    connections.a.write(b"x")
+    connections.a.write(b"y" * MAX_BUFFERED_BYTES)
+    connections.a.write(b"z")
+    assert connections.written == [("a", b"x" + b"y" * MAX_BUFFERED_BYTES)]
     await asyncio.sleep(0)
-    assert line.written[1:] == [("a", b"z")]
+    assert connections.written[1:] == [("a", b"z")]
 
 
-async def test_a_connection_that_closes_sends_what_it_holds_and_one_that_aborts_does_not() -> None:
-    line = Line()
-    line.a.write(b"last")
-    line.b.write(b"lost")
-    line.c.write(b"too late")
-    line.a.close()
-    line.b.abort()
-    line.below["c"].close()  # closed by the client
-    assert line.written == [("a", b"last")]
-    assert line.a.is_closing()
-    assert line.b.is_closing()
+async def test_close_sends_buffered_bytes_and_abort_drops_them() -> None:
+    connections = BatchedConnections()
+    connections.a.write(b"last")
+    connections.b.write(b"lost")
+    connections.c.write(b"too late")
+    connections.a.close()
+    connections.b.abort()
+    connections.below["c"].close()  # closed by the client
+    assert connections.written == [("a", b"last")]
+    assert connections.a.is_closing()
+    assert connections.b.is_closing()
     await asyncio.sleep(0)
-    assert line.written == [("a", b"last")]
+    assert connections.written == [("a", b"last")]
 
 
-async def test_a_connection_that_fails_costs_no_other_one(caplog: pytest.LogCaptureFixture) -> None:
-    line = Line(broken="a")
-    for each in (line.a, line.b, line.c):
+async def test_failed_connection_does_not_affect_other_connections(caplog: pytest.LogCaptureFixture) -> None:
+    connections = BatchedConnections(broken="a")
+    for each in (connections.a, connections.b, connections.c):
         each.write(b"1")
     with caplog.at_level(logging.ERROR):
         await asyncio.sleep(0)
-    assert line.written == [("b", b"1"), ("c", b"1")]
+    assert connections.written == [("b", b"1"), ("c", b"1")]
     assert "a connection failed" in caplog.text

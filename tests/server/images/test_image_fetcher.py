@@ -52,7 +52,7 @@ def server() -> Iterator[str]:
         http.shutdown()
 
 
-async def fetched(url: str, *domains: str, anywhere: bool = False, look_up: Any = socket.getaddrinfo) -> bytes:
+async def fetch_image(url: str, *domains: str, anywhere: bool = False, look_up: Any = socket.getaddrinfo) -> bytes:
     fetcher = ImageFetcher(domains or ["*"], (lambda address: True) if anywhere else is_public_address, look_up)
     return (await fetcher.fetch_images({url: WHERE}, lambda size: None))[url]
 
@@ -74,27 +74,27 @@ async def fetched(url: str, *domains: str, anywhere: bool = False, look_up: Any 
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::", "2001:db8::1"),
     ],
 )
-def test_what_is_not_public(address: str) -> None:
+def test_is_public_address_rejects_internal_addresses(address: str) -> None:
     assert not is_public_address(address)
 
 
 @pytest.mark.parametrize("address", ["93.184.215.14", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
-def test_what_is_public(address: str) -> None:
+def test_is_public_address_accepts_public_addresses(address: str) -> None:
     assert is_public_address(address)
 
 
 @pytest.mark.parametrize("path", ["/image", "/once"])
-async def test_an_image_comes_by_redirections_too(server: str, path: str) -> None:
-    assert await fetched(f"{server}{path}", "localhost", anywhere=True) == b"pixels"
+async def test_fetcher_returns_image_directly_and_after_redirect(server: str, path: str) -> None:
+    assert await fetch_image(f"{server}{path}", "localhost", anywhere=True) == b"pixels"
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [("/none", "status 404"), ("/on", "leads on more than 3 times"), ("/endless", "MiB"), ("/file", "http or https")],
 )
-async def test_what_does_not_come(server: str, path: str, said: str) -> None:
+async def test_fetcher_rejects_errors_endless_bodies_and_bad_redirects(server: str, path: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
-        await fetched(f"{server}{path}", anywhere=True)
+        await fetch_image(f"{server}{path}", anywhere=True)
     assert caught.value.message.startswith(f"{WHERE}: ")
 
 
@@ -102,19 +102,19 @@ async def test_what_does_not_come(server: str, path: str, said: str) -> None:
     "host",
     ["localhost", "127.0.0.1", "[::1]", "2130706433", "0x7f.1", "127.1", "①②⑦.0.0.1", "127。0。0。1", "ｌocalhost"],
 )
-async def test_nothing_of_this_machine(server: str, host: str) -> None:
+async def test_fetcher_rejects_every_spelling_of_localhost(server: str, host: str) -> None:
     """The address that a connection would reach decides, whatever the host is called."""
     with pytest.raises(InvalidRequest, match=r"not on the public network|cannot be fetched"):
-        await fetched(f"http://{host}:{server.rpartition(':')[2]}/image")
+        await fetch_image(f"http://{host}:{server.rpartition(':')[2]}/image")
 
 
 @pytest.mark.parametrize("path", ["/ä/image", "/image?ü=ö"])
-async def test_letters_of_all_kinds(server: str, path: str) -> None:
+async def test_fetcher_percent_encodes_non_ascii_urls(server: str, path: str) -> None:
     """As browsers do."""
-    assert await fetched(f"{server}{path}", anywhere=True) == b"pixels"
+    assert await fetch_image(f"{server}{path}", anywhere=True) == b"pixels"
 
 
-async def test_a_redirection_leads_to_nothing_inside(server: str) -> None:
+async def test_fetcher_rejects_redirect_to_internal_host(server: str) -> None:
     public = ImageFetcher(["*"], lambda address: address == "127.0.0.1")
     with pytest.raises(InvalidRequest, match="not on the public network"):
         await public.fetch_images({f"{server}/inside": WHERE}, lambda size: None)
@@ -123,7 +123,7 @@ async def test_a_redirection_leads_to_nothing_inside(server: str) -> None:
         await limited.fetch_images({f"{server}/inside": WHERE}, lambda size: None)
 
 
-async def test_a_name_with_one_private_address_is_refused() -> None:
+async def test_fetcher_rejects_host_with_any_private_address() -> None:
     """A host with several addresses must not pass because its first one is public."""
 
     def resolve(*args: object, **options: object) -> list[tuple[object, ...]]:
@@ -131,7 +131,7 @@ async def test_a_name_with_one_private_address_is_refused() -> None:
         return [(*kinds, ("93.184.215.14", 80)), (*kinds, ("127.0.0.1", 80))]
 
     with pytest.raises(InvalidRequest, match="not on the public network"):
-        await fetched("http://example.com/a.png", look_up=resolve)
+        await fetch_image("http://example.com/a.png", look_up=resolve)
 
 
 @pytest.mark.parametrize(
@@ -145,44 +145,46 @@ async def test_a_name_with_one_private_address_is_refused() -> None:
         ("gopher://example.com/", ["*"], "http or https"),
     ],
 )
-async def test_hosts_that_are_not_allowed(url: str, domains: list[str], said: str) -> None:
+async def test_fetcher_rejects_disallowed_urls(url: str, domains: list[str], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        await fetched(url, *domains)
+        await fetch_image(url, *domains)
 
 
-async def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetcher_times_out_on_silent_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_fetcher, "FETCH_TIMEOUT", 0.2)
     late = pytest.raises(InvalidRequest, match=r"did not come within 0\.2 seconds")
     with socket.create_server(("127.0.0.1", 0)) as silent, late:
-        await fetched(f"http://127.0.0.1:{silent.getsockname()[1]}/", anywhere=True)
+        await fetch_image(f"http://127.0.0.1:{silent.getsockname()[1]}/", anywhere=True)
 
 
-async def test_domains_below_one() -> None:
+async def test_domain_wildcard_includes_nested_subdomains() -> None:
     fetcher = ImageFetcher(["*.localhost"], lambda address: False)
     with pytest.raises(InvalidRequest, match=r"not on the public network|cannot be fetched"):
         await fetcher.fetch_images({"http://a.b.localhost:1/": WHERE}, lambda size: None)
 
 
-async def test_what_comes_counts_as_it_comes(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetcher_reserves_bytes_during_download_and_bounds_total(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes count before a host has sent them all, and over all images of a request."""
     monkeypatch.setattr(image_fetcher, "MAX_TOTAL_BYTES", 4 << 20)
-    told, fetcher = list[int](), ImageFetcher(["*"], lambda address: True)
+    reserved, fetcher = list[int](), ImageFetcher(["*"], lambda address: True)
 
     def hold(size: int) -> None:
-        told.append(size)
-        if sum(told) > 1 << 20:
+        reserved.append(size)
+        if sum(reserved) > 1 << 20:
             raise Overloaded("full")
 
     with pytest.raises(Overloaded):
         await fetcher.fetch_images({f"{server}/endless": WHERE}, hold)
-    assert sum(told) < 2 << 20
+    assert sum(reserved) < 2 << 20
     many, held = {f"{server}/endless#{index}": WHERE for index in range(4)}, list[int]()
     with pytest.raises(InvalidRequest, match="MiB"):
         await fetcher.fetch_images(many, held.append)
     assert sum(held) <= image_fetcher.MAX_TOTAL_BYTES
 
 
-async def test_a_host_is_asked_at_each_of_its_addresses(server: str) -> None:
+async def test_fetcher_tries_every_address_of_host(server: str) -> None:
     """Some hosts have an IPv6 address that is unreachable from here."""
     port = int(server.rpartition(":")[2])
 
@@ -190,4 +192,4 @@ async def test_a_host_is_asked_at_each_of_its_addresses(server: str) -> None:
         kinds = socket.AF_INET, socket.SOCK_STREAM, 6, ""
         return [(*kinds, ("127.0.0.2", 1)), (*kinds, ("127.0.0.1", port))]
 
-    assert await fetched(f"{server}/image", anywhere=True, look_up=resolve) == b"pixels"
+    assert await fetch_image(f"{server}/image", anywhere=True, look_up=resolve) == b"pixels"

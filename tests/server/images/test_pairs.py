@@ -89,12 +89,12 @@ class Served:
             if text is not None:
                 ids = [*text.encode(), END]
                 ids += [] if clip else [PAD] * (40 - len(ids))
-                found = model.get_text_features(input_ids=torch.tensor([ids]))
+                output = model.get_text_features(input_ids=torch.tensor([ids]))
             else:
-                made: Any = CLIPImageProcessorPil if clip else SiglipImageProcessorPil
-                pixels = made(**PREPARING[self.kind])(images=[picture(seed, 70, 50)], return_tensors="pt")
-                found = model.get_image_features(pixel_values=pixels["pixel_values"].double())
-        return torch.nn.functional.normalize(found.pooler_output[0], dim=0)
+                processor_class: Any = CLIPImageProcessorPil if clip else SiglipImageProcessorPil
+                pixels = processor_class(**PREPARING[self.kind])(images=[picture(seed, 70, 50)], return_tensors="pt")
+                output = model.get_image_features(pixel_values=pixels["pixel_values"].double())
+        return torch.nn.functional.normalize(output.pooler_output[0], dim=0)
 
 
 @pytest.fixture(scope="module", params=["clip", "siglip"])
@@ -105,27 +105,27 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.slow
-async def test_vectors_are_those_of_transformers(served: Served) -> None:
+async def test_text_and_image_embeddings_equal_float64_transformers(served: Served) -> None:
     for text in ("a", "A cat on a mat."):
-        wanted = served.theirs(text)
-        assert (await served.vector(input=text)).double() == pytest.approx(wanted, abs=1e-5)
-        assert (await served.vector(messages=talk(text))).double() == pytest.approx(wanted, abs=1e-5)
+        expected = served.theirs(text)
+        assert (await served.vector(input=text)).double() == pytest.approx(expected, abs=1e-5)
+        assert (await served.vector(messages=talk(text))).double() == pytest.approx(expected, abs=1e-5)
     for seed in (1, 2):
-        wanted = served.theirs(seed=seed)
-        assert (await served.vector(messages=talk(seed))).double() == pytest.approx(wanted, abs=1e-5)
+        expected = served.theirs(seed=seed)
+        assert (await served.vector(messages=talk(seed))).double() == pytest.approx(expected, abs=1e-5)
 
 
-async def test_bits_depend_on_nothing_else(served: Served) -> None:
+async def test_embeddings_are_bitwise_equal_alone_and_in_batch(served: Served) -> None:
     """Images, which take several steps here, run together with texts and with each other."""
-    asked: list[dict[str, Any]] = [{"messages": talk(seed)} for seed in (1, 2, 3, 1)]
-    asked += [{"input": text} for text in ("a", "longer than that")]
-    alone = [await served.vector(**each) for each in asked]
-    together = await asyncio.gather(*(served.vector(**each) for each in asked))
-    for found, wanted in zip(together, alone, strict=True):
-        assert torch.equal(found, wanted)
+    bodies: list[dict[str, Any]] = [{"messages": talk(seed)} for seed in (1, 2, 3, 1)]
+    bodies += [{"input": text} for text in ("a", "longer than that")]
+    alone = [await served.vector(**each) for each in bodies]
+    together = await asyncio.gather(*(served.vector(**each) for each in bodies))
+    for actual, expected in zip(together, alone, strict=True):
+        assert torch.equal(actual, expected)
 
 
-async def test_a_text_and_an_image_are_refused_together(served: Served) -> None:
+async def test_embeddings_reject_more_than_one_text_or_image(served: Served) -> None:
     for messages in (talk("See", 1), talk(1, 2), [*talk("a"), *talk("b")]):
         answer = await served.http.post("/v1/embeddings", json={"messages": messages})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
@@ -136,7 +136,7 @@ async def test_a_text_and_an_image_are_refused_together(served: Served) -> None:
     assert "image" in card["architecture"]["input_modalities"]
 
 
-async def test_the_plan_counts_both_parts(served: Served) -> None:
+async def test_model_sizes_count_text_and_vision_parameters(served: Served) -> None:
     sizes = read_model_sizes(read_raw_config(str(served.path))[0])
     model: Any = (CLIPModel if served.kind == "clip" else SiglipModel).from_pretrained(served.path)
     vision = sum(each.numel() for name, each in model.named_parameters() if name.startswith(("vision", "visual")))

@@ -58,23 +58,23 @@ def asking(*urls: str, text: str = "What?", **detail: str) -> list[dict[str, Any
 
 def tokens_of(path: Path, *images: Image.Image, **options: Any) -> list[int]:
     """Return the token ids of transformers' prompt for `asking` about these images."""
-    made = processor(path)
+    hf_processor = processor(path)
     talk = [{"role": "user", "content": [*[{"type": "image"}] * len(images), {"type": "text", "text": "What?"}]}]
-    text = made.apply_chat_template(talk, add_generation_prompt=True)
-    ids = made(text=[text], images=[list(images)], add_special_tokens=False, **options)["input_ids"][0]
+    text = hf_processor.apply_chat_template(talk, add_generation_prompt=True)
+    ids = hf_processor(text=[text], images=[list(images)], add_special_tokens=False, **options)["input_ids"][0]
     return [int(each) for each in ids]
 
 
-async def test_openais_client_sends_pictures(api: Api, path: Path) -> None:
+async def test_openai_client_image_prompt_equals_transformers(api: Api, path: Path) -> None:
     images = [picture(1, 200, 120), picture(2, 64, 64)]
     messages = asking(data_url(file_of(images[0])), data_url(file_of(images[1], "WEBP", lossless=True), "webp"))
     chat = await api.openai.chat.completions.create(
         model="tiny", messages=messages, max_tokens=8, temperature=0, extra_body={"return_token_ids": True}
     )
-    wanted = tokens_of(path, *images)
+    expected_ids = tokens_of(path, *images)
     assert chat.usage is not None
-    assert chat.usage.prompt_tokens == len(wanted)
-    assert chat.model_dump()["prompt_token_ids"] == wanted
+    assert chat.usage.prompt_tokens == len(expected_ids)
+    assert chat.model_dump()["prompt_token_ids"] == expected_ids
     again = await api.openai.chat.completions.create(
         model="tiny",
         messages=messages,
@@ -90,31 +90,31 @@ async def test_openais_client_sends_pictures(api: Api, path: Path) -> None:
     assert text == chat.choices[0].message.content
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == (len(wanted) - 1) // 16 * 16
+    assert usage.prompt_tokens_details.cached_tokens == (len(expected_ids) - 1) // 16 * 16
 
 
-async def test_every_api_asks_the_same(api: Api, path: Path) -> None:
+async def test_every_api_builds_same_prompt_for_image(api: Api, path: Path) -> None:
     image = picture(3, 120, 200)
     file = file_of(image)
     url, encoded = data_url(file), base64.b64encode(file).decode()
     chat = await api.post(CHAT, {"messages": asking(url), **SAMPLING})
-    said, count = chat["choices"][0]["message"]["content"], len(tokens_of(path, image))
+    expected_text, count = chat["choices"][0]["message"]["content"], len(tokens_of(path, image))
     source = {"type": "base64", "media_type": "image/png", "data": encoded}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": blocks}], "model": "tiny"}
     message = await api.post("/v1/messages", {**body, "max_tokens": 8, "temperature": 0, "ignore_eos": True})
     usage = message["usage"]
-    assert message["content"][0]["text"] == said
+    assert message["content"][0]["text"] == expected_text
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
     assert await api.post("/v1/messages/count_tokens", body) == {"input_tokens": count}
     parts = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
-    given = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 8, "temperature": 0}
-    response = await api.post("/v1/responses", {**given, "ignore_eos": True})
-    assert response["output"][0]["content"][0]["text"] == said
+    responses_body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 8, "temperature": 0}
+    response = await api.post("/v1/responses", {**responses_body, "ignore_eos": True})
+    assert response["output"][0]["content"][0]["text"] == expected_text
     assert response["usage"]["input_tokens"] == count
     options = {"num_predict": 8, "temperature": 0}
-    asked = {"messages": [{"role": "user", "content": "What?", "images": [encoded]}], "stream": False}
-    ollama = await api.post("/api/chat", {**asked, "options": options})
+    ollama_body = {"messages": [{"role": "user", "content": "What?", "images": [encoded]}], "stream": False}
+    ollama = await api.post("/api/chat", {**ollama_body, "options": options})
     assert ollama["prompt_eval_count"] == count
     one = await api.post("/api/generate", {"prompt": "What?", "images": [encoded], "stream": False, "options": options})
     assert one["response"] == ollama["message"]["content"]
@@ -122,7 +122,7 @@ async def test_every_api_asks_the_same(api: Api, path: Path) -> None:
     assert tokens["tokens"] == tokens_of(path, image)
 
 
-class Fetched:
+class FakeImageFetcher:
     """An image fetcher that finds the same image at every URL."""
 
     def __init__(self) -> None:
@@ -133,17 +133,17 @@ class Fetched:
         return dict.fromkeys(urls, PNG)
 
 
-async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetcher = Fetched()
+async def test_image_url_is_fetched_once_and_equals_data_url(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher = FakeImageFetcher()
     monkeypatch.setattr(api.runtime, "image_fetcher", fetcher)
     url = "https://pictures.example.com/cat.png"
     by_address = await api.post(CHAT, {"messages": asking(url, url), **SAMPLING, "logprobs": True})
     assert fetcher.asked == [url]
-    given = await api.post(CHAT, {"messages": asking(*[data_url(PNG)] * 2), **SAMPLING, "logprobs": True})
-    assert by_address["choices"] == given["choices"]
+    by_data_url = await api.post(CHAT, {"messages": asking(*[data_url(PNG)] * 2), **SAMPLING, "logprobs": True})
+    assert by_address["choices"] == by_data_url["choices"]
 
 
-async def test_addresses_are_not_asked_by_default(path: Path) -> None:
+async def test_image_urls_are_rejected_by_default(path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(path)
     source = ServedModelSpec(
         ServerConfig(),
@@ -158,13 +158,13 @@ async def test_addresses_are_not_asked_by_default(path: Path) -> None:
         resolve_chat(body, source.build_served_model(expendable=True), ServerConfig())
 
 
-async def test_low_detail_takes_one_tile(api: Api, path: Path) -> None:
+async def test_low_detail_image_uses_one_tile(api: Api, path: Path) -> None:
     image = picture(4, 300, 100)
-    found = await api.post("/tokenize", {"messages": asking(data_url(file_of(image)), detail="low")})
-    assert found["tokens"] == tokens_of(path, image, do_image_splitting=False)
+    response = await api.post("/tokenize", {"messages": asking(data_url(file_of(image)), detail="low")})
+    assert response["tokens"] == tokens_of(path, image, do_image_splitting=False)
 
 
-async def test_several_choices_and_beams(api: Api) -> None:
+async def test_image_chat_supports_several_choices_and_beams(api: Api) -> None:
     messages = asking(data_url(file_of(picture(5, 100, 100))))
     several = {**SAMPLING, "n": 3, "temperature": 1, "seed": 4}
     first = await api.post(CHAT, {"messages": messages, **several})
@@ -177,7 +177,7 @@ async def test_several_choices_and_beams(api: Api) -> None:
     assert len(beams["choices"]) == 2
 
 
-async def test_tools_are_described_beside_images(api: Api) -> None:
+async def test_chat_prompt_combines_tools_and_images(api: Api) -> None:
     function = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
     call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
     image = asking(data_url(file_of(picture(5, 40, 40))))
@@ -192,7 +192,7 @@ async def test_tools_are_described_beside_images(api: Api) -> None:
     assert tokens["tokens"].count(MARK_ID) == 2 * TILE_TOKENS * 5
 
 
-async def test_structured_outputs(api: Api) -> None:
+async def test_image_chat_obeys_structured_outputs(api: Api) -> None:
     body = {
         "messages": asking(data_url(file_of(picture(5, 100, 100)))),
         "structured_outputs": {"choice": ["cat", "dog"]},
@@ -234,7 +234,7 @@ PNG = file_of(picture(1, 90, 90))
         ("", "must be a data: URL"),
     ],
 )
-async def test_what_is_no_image_is_refused_with_its_field(api: Api, url: str, said: str) -> None:
+async def test_invalid_image_is_rejected_with_field_path(api: Api, url: str, said: str) -> None:
     error = (await api.post(CHAT, {"messages": asking(url), **SAMPLING}, 400))["error"]
     assert error["message"].startswith(f"{WHERE}: ")
     assert said in error["message"]
@@ -270,7 +270,9 @@ SAYS = "is not a PNG, JPEG, WEBP or GIF file"
         ),
     ],
 )
-async def test_every_api_names_its_own_field(api: Api, endpoint: str, body: dict[str, Any], field: str) -> None:
+async def test_every_api_reports_image_error_at_request_field(
+    api: Api, endpoint: str, body: dict[str, Any], field: str
+) -> None:
     error = (await api.post(endpoint, {"model": "tiny", **body}, 400))["error"]
     assert (error if isinstance(error, str) else error["message"]) == f"{field}: {SAYS}"
     by_address = json.loads(json.dumps(body).replace(f"data:;base64,{BROKEN}", "http://127.0.0.1/a.png"))
@@ -294,27 +296,29 @@ FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "obj
         ("/v1/messages", {"type": "document", "source": {"type": "text", "data": "a"}}, "document"),
     ],
 )
-async def test_sound_and_moving_pictures_are_refused(api: Api, endpoint: str, part: dict[str, Any], kind: str) -> None:
+async def test_audio_video_and_file_parts_are_rejected(
+    api: Api, endpoint: str, part: dict[str, Any], kind: str
+) -> None:
     messages = "input" if endpoint == "/v1/responses" else "messages"
     error = (await api.post(endpoint, {messages: [{"role": "user", "content": [part]}], "max_tokens": 3}, 400))["error"]
     assert error["message"].endswith(f"only text and images are read, got a content part of type {kind}")
 
 
-async def test_results_of_tools_have_images_in_every_api(api: Api, path: Path) -> None:
+async def test_tool_result_images_give_same_prompt_in_every_api(api: Api, path: Path) -> None:
     """The template renders images where they stand in the result, so the prompt is the same through every API."""
     image = picture(8, 90, 60)
     url, encoded = data_url(file_of(image)), base64.b64encode(file_of(image)).decode()
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    told = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "A view."}]
+    result_content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "A view."}]
     messages = [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": told},
+        {"role": "tool", "tool_call_id": "c1", "content": result_content},
     ]
     tools = [{"type": "function", "function": FUNCTION}]
     body = {"messages": messages, "tools": tools, "tool_choice": "none", **SAMPLING}
     chat = await api.post(CHAT, {**body, "return_token_ids": True})
-    ids, said = chat["prompt_token_ids"], chat["choices"][0]["message"]["content"]
+    ids, expected_text = chat["prompt_token_ids"], chat["choices"][0]["message"]["content"]
     tiles = ids.count(MARK_ID) // TILE_TOKENS
     assert tiles * TILE_TOKENS == ids.count(MARK_ID) > 0
     assert ids.count(MARK_ID) == tokens_of(path, image).count(MARK_ID)
@@ -325,16 +329,16 @@ async def test_results_of_tools_have_images_in_every_api(api: Api, path: Path) -
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": result}]},
     ]
-    given = {
+    messages_body = {
         "model": "tiny",
         "messages": blocks,
         "tools": [{"name": "look", "description": "Looks.", "input_schema": FUNCTION["parameters"]}],
     }
     message = await api.post(
         "/v1/messages",
-        {**given, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "tool_choice": {"type": "none"}},
+        {**messages_body, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "tool_choice": {"type": "none"}},
     )
-    assert message["content"][0]["text"] == said
+    assert message["content"][0]["text"] == expected_text
     assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] == len(ids)
     output = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "A view."}]
     items = [
@@ -342,22 +346,26 @@ async def test_results_of_tools_have_images_in_every_api(api: Api, path: Path) -
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": output},
     ]
-    asked = {"input": items, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "none"}
-    response = await api.post("/v1/responses", {**asked, "max_output_tokens": 8, "temperature": 0, "ignore_eos": True})
+    responses_body = {"input": items, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "none"}
+    response = await api.post(
+        "/v1/responses", {**responses_body, "max_output_tokens": 8, "temperature": 0, "ignore_eos": True}
+    )
     assert response["usage"]["input_tokens"] == len(ids)
-    assert response["output"][0]["content"][0]["text"] == said
+    assert response["output"][0]["content"][0]["text"] == expected_text
     ollama = [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
         {"role": "tool", "content": "A view.", "images": [encoded]},
     ]
     options = {"num_predict": 8, "temperature": 0}
-    found = await api.post("/api/chat", {"messages": ollama, "tools": tools, "stream": False, "options": options})
+    ollama_response = await api.post(
+        "/api/chat", {"messages": ollama, "tools": tools, "stream": False, "options": options}
+    )
     described = await api.post(CHAT, body | {"tool_choice": "auto"})
-    assert found["prompt_eval_count"] == described["usage"]["prompt_tokens"]
+    assert ollama_response["prompt_eval_count"] == described["usage"]["prompt_tokens"]
 
 
-async def test_an_image_of_a_tool_is_refused_by_its_field(api: Api) -> None:
+async def test_invalid_tool_result_image_is_rejected_with_field_path(api: Api) -> None:
     result = [{"type": "image", "source": {"type": "base64", "data": BROKEN}}]
     blocks = [
         {"role": "user", "content": "Look."},
@@ -375,7 +383,7 @@ async def test_an_image_of_a_tool_is_refused_by_its_field(api: Api) -> None:
     assert error["message"].startswith("input[1].output[1].image_url: must be a data: URL")
 
 
-def test_a_template_that_shows_no_image_of_a_tool_is_named(path: Path) -> None:
+def test_tool_result_image_rejected_when_template_drops_image(path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m['role'] }}: "
         "{% for part in m['content'] if m['role'] == 'user' or part['type'] == 'text' %}"
@@ -393,7 +401,7 @@ def test_a_template_that_shows_no_image_of_a_tool_is_named(path: Path) -> None:
         resolve_chat(body, model, config)
 
 
-async def test_what_does_not_fit_is_refused(api: Api) -> None:
+async def test_chat_rejects_images_beyond_context_or_in_wrong_place(api: Api) -> None:
     url = data_url(PNG)
     error = (await api.post(CHAT, {"messages": asking(*[url] * 40)}, 400))["error"]
     assert error["code"] == "context_length_exceeded"
@@ -406,27 +414,27 @@ async def test_what_does_not_fit_is_refused(api: Api) -> None:
     assert "user messages and in tool results" in error["message"]
 
 
-async def test_formats_turned_and_transparent_images(api: Api, path: Path) -> None:
+async def test_exif_rotated_gif_and_transparent_images_are_read(api: Api, path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = picture(6, 90, 60)
-    found = await api.post("/tokenize", {"messages": asking(data_url(file_of(turned, "JPEG", exif=exif), "jpeg"))})
-    assert found["tokens"] == tokens_of(path, turned.transpose(Image.Transpose.ROTATE_270))
+    response = await api.post("/tokenize", {"messages": asking(data_url(file_of(turned, "JPEG", exif=exif), "jpeg"))})
+    assert response["tokens"] == tokens_of(path, turned.transpose(Image.Transpose.ROTATE_270))
     for content in (file_of(picture(7, 50, 40), "GIF"), file_of(picture(7, 50, 40).convert("RGBA"))):
         await api.post(CHAT, {"messages": asking(data_url(content)), **SAMPLING})
 
 
-async def test_ollamas_messages_of_the_user_may_follow_each_other(api: Api) -> None:
+async def test_ollama_accepts_consecutive_user_messages(api: Api) -> None:
     messages = [{"role": "user", "content": "One."}, {"role": "user", "content": "Two."}]
     await api.post("/api/chat", {"messages": messages, "stream": False, "options": {"num_predict": 3}})
 
 
-async def test_a_model_without_eyes_says_so() -> None:
+async def test_text_only_model_rejects_images() -> None:
     async with open_api(FakeEngine(hashed(b"abc"))) as blind:
         error = (await blind.post(CHAT, {"messages": asking(data_url(PNG))}, 400))["error"]
         assert error["message"] == f"{WHERE}: this model does not accept images"
         parts = [{"type": "input_image", "image_url": data_url(PNG)}]
         await blind.post("/v1/responses", {"input": [{"role": "user", "content": parts}]}, 400)
-        asked = {"messages": [{"role": "user", "content": "a", "images": ["aGVsbG8="]}]}
-        error = await blind.post("/api/chat", asked, 400)
+        body = {"messages": [{"role": "user", "content": "a", "images": ["aGVsbG8="]}]}
+        error = await blind.post("/api/chat", body, 400)
         assert "this model does not accept images" in error["error"]

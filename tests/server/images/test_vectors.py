@@ -49,21 +49,21 @@ async def asked(api: Api, messages: list[dict[str, Any]], **fields: Any) -> dict
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [("See ", 1, " and ", 2), (3,), ("Text alone.",)], ids=str)
-async def test_a_vector_is_that_of_transformers(api: Api, path: Path, parts: tuple[Any, ...]) -> None:
-    told = [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in parts]
+async def test_embedding_equals_transformers(api: Api, path: Path, parts: tuple[Any, ...]) -> None:
+    content = [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in parts]
     images = [picture(each, 70, 50) for each in parts if isinstance(each, int)]
-    wanted = vector(path, FAMILY, [{"role": "user", "content": told}], images)
-    found = await asked(api, talk(*parts))
-    (only,) = found["data"]
-    assert torch.tensor(only["embedding"]).double() == pytest.approx(wanted, abs=1e-5)
+    expected = vector(path, FAMILY, [{"role": "user", "content": content}], images)
+    response = await asked(api, talk(*parts))
+    (only,) = response["data"]
+    assert torch.tensor(only["embedding"]).double() == pytest.approx(expected, abs=1e-5)
     again = await asked(api, talk(*parts))  # its KV blocks are cached
-    assert again["data"] == found["data"]
-    assert found["usage"]["prompt_tokens"] > (12 if images else 0)
+    assert again["data"] == response["data"]
+    assert response["usage"]["prompt_tokens"] > (12 if images else 0)
     short = await asked(api, talk(*parts), dimensions=8)
     assert len(short["data"][0]["embedding"]) == 8
 
 
-async def test_what_is_no_image_names_its_field(api: Api) -> None:
+async def test_invalid_image_is_rejected_with_field_path(api: Api) -> None:
     messages = talk("a")
     messages[0]["content"].append({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
     answer = await api.http.post("/v1/embeddings", json={"messages": messages})
@@ -74,7 +74,7 @@ async def test_what_is_no_image_names_its_field(api: Api) -> None:
     assert "send them in `messages`" in answer.json()["error"]["message"]
 
 
-async def test_a_conversation_is_read_where_no_input_is_given(api: Api) -> None:
+async def test_embeddings_read_messages_when_input_is_null(api: Api) -> None:
     assert (await asked(api, talk("a"), input=None))["data"] == (await asked(api, talk("a")))["data"]
     answer = await api.http.post("/v1/embeddings", json={"messages": []})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")

@@ -17,15 +17,15 @@ LORA = 'enable_lora = true\nlora_modules = ["a=/a"]\n'
 ONE = f'[one]\nmodel = "{DEMO_MODEL}"\n'
 
 
-def test_models_have_the_files_bounds_the_commands_settings_and_their_own(tmp_path: Path) -> None:
+def test_model_settings_merge_file_command_line_and_table(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(
         f'memory = 2.5\nidle_seconds = 5\n{ONE}dtype = "float32"\n\n["owner/two"]\nmodel = "{DEMO_MODEL}"\n'
         'served_model_name = ["second"]\nidle_seconds = 0\nsleep_level = 2\nnum_kv_blocks = 8\n'
     )
-    fleet = read_models_file(file, {"threads": 1, "dtype": "bfloat16", "data_dir": tmp_path})
-    one, two = fleet.entries
-    assert (fleet.memory_limit_bytes, fleet.slice_seconds) == (int(2.5 * 2**30), 10.0)
+    models_config = read_models_file(file, {"threads": 1, "dtype": "bfloat16", "data_dir": tmp_path})
+    one, two = models_config.entries
+    assert (models_config.memory_limit_bytes, models_config.slice_seconds) == (int(2.5 * 2**30), 10.0)
     assert (one.idle_seconds, one.sleep_level, two.idle_seconds, two.sleep_level) == (5, 1, 0, 2)
     assert (one.config.dtype, two.config.dtype, one.config.threads) == ("float32", "bfloat16", 1)
     assert (one.config.kv_cache_memory, two.config.kv_cache_memory, two.config.num_kv_blocks) == (1.0, None, 8)
@@ -54,23 +54,23 @@ def test_models_have_the_files_bounds_the_commands_settings_and_their_own(tmp_pa
         (ONE + ONE.replace("one", "two") + 'served_model_name = ["one"]\n', "one and two are both called 'one'"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_models_file_is_rejected_with_reason(text: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_models_file(file, {})
 
 
-def test_adapters_are_known_before_their_model_is_loaded(tmp_path: Path) -> None:
+def test_lora_names_resolve_before_model_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(ONE.replace("one", "two") + ONE + LORA)
-    fleet = ModelManager(read_models_file(file, {}), never)
-    assert fleet.require_model("a") is fleet.managed_models[1]
+    manager = ModelManager(read_models_file(file, {}), fail_to_load)
+    assert manager.require_model("a") is manager.managed_models[1]
     with pytest.raises(ModelNotFound, match="served here: two, one, a"):
-        fleet.require_model("b")
+        manager.require_model("b")
 
 
-def never(entry: ModelEntry) -> AbstractAsyncContextManager[ModelRuntime]:
+def fail_to_load(entry: ModelEntry) -> AbstractAsyncContextManager[ModelRuntime]:
     raise AssertionError("nothing is loaded here")
 
 
@@ -86,16 +86,16 @@ def never(entry: ModelEntry) -> AbstractAsyncContextManager[ModelRuntime]:
         ("new", {"model": DEMO_MODEL, "scheduler_cls": "os:system"}, "settings: scheduler_cls can be set in the"),
     ],
 )
-def test_models_that_are_added_later_are_held_to_the_same(
+def test_added_model_settings_are_validated_like_file(
     name: str, settings: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "models.toml").write_text(ONE)
-    fleet = read_models_file(tmp_path / "models.toml", {"threads": 1})
+    models_config = read_models_file(tmp_path / "models.toml", {"threads": 1})
     with pytest.raises(ConfigError, match=said):
-        fleet.parse_added_entry(name, settings)
-    assert fleet.parse_added_entry("new", {"model": DEMO_MODEL}).config.threads == 1
+        models_config.parse_added_entry(name, settings)
+    assert models_config.parse_added_entry("new", {"model": DEMO_MODEL}).config.threads == 1
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_models_file_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         read_models_file(tmp_path / "none.toml", {})

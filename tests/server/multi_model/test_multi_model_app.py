@@ -43,7 +43,7 @@ WRONG = "wrong"
 
 
 @asynccontextmanager
-async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
+async def open_fake_model(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
     """A model that writes its own name, again and again. `over` is set when the test ends."""
     if entry.name == NEVER:
         await over.wait()
@@ -59,14 +59,18 @@ async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Mod
 
 
 @asynccontextmanager
-async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[ServerContext, httpx.AsyncClient]]:
+async def open_multi_model_app(*names: str, **options: Any) -> AsyncIterator[tuple[ServerContext, httpx.AsyncClient]]:
     """A server of these models; the first one is loaded."""
     config = ServerConfig(max_body_size=1 / 4, **options)
     entries = tuple(ModelEntry(name, config.model_copy(update={"served_model_name": [name]}), 0.0, 1) for name in names)
     over = asyncio.Event()
     settings = ModelsConfig(entries, None, 1.0, ModelsFileOptions(), {})
     app = create_multi_model_app(
-        ModelManager(settings, partial(engine_of, over)), settings, AddedModels(settings, None), config, Tenants(config)
+        ModelManager(settings, partial(open_fake_model, over)),
+        settings,
+        AddedModels(settings, None),
+        config,
+        Tenants(config),
     )
     transport = httpx.ASGITransport(app=app)
     async with (
@@ -79,9 +83,9 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[ServerConte
             over.set()
 
 
-async def test_a_start_that_fails_names_the_model() -> None:
+async def test_startup_error_names_failing_model() -> None:
     with pytest.raises(ModelError, match=f"models: {WRONG}: model: wrong has"):
-        async with opened(WRONG):
+        async with open_multi_model_app(WRONG):
             pass
 
 
@@ -93,11 +97,15 @@ async def states(http: httpx.AsyncClient) -> dict[str, str]:
     return {card["id"]: card["state"] for card in (await http.get("/v1/models")).json()["data"]}
 
 
-async def test_each_request_is_for_the_model_that_it_names() -> None:
-    async with opened("abc", "def") as (server, http):
-        for query, asked, answers in (("", "def", "def"), ("?model=def", None, "def"), ("", None, "abc")):
-            answer = (await http.post(f"/v1/completions{query}", json=body(asked))).json()
-            assert (answer["model"], answer["choices"][0]["text"]) == (answers, answers)
+async def test_request_is_routed_to_named_model() -> None:
+    async with open_multi_model_app("abc", "def") as (server, http):
+        for query, requested_model, expected_model in (
+            ("", "def", "def"),
+            ("?model=def", None, "def"),
+            ("", None, "abc"),
+        ):
+            answer = (await http.post(f"/v1/completions{query}", json=body(requested_model))).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == (expected_model, expected_model)
         lost = await http.post("/v1/completions", json=body("none"), headers={"X-Request-Id": "mine"})
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
         assert lost.headers["X-Request-Id"] == "mine"
@@ -105,9 +113,9 @@ async def test_each_request_is_for_the_model_that_it_names() -> None:
         assert server.body_reader.reserved_bytes == 0
 
 
-async def test_a_body_stays_in_the_budget_until_its_model_has_taken_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_body_counts_against_budget_while_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_startup, "BODY_BUDGET_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
-    async with opened("a", NEVER) as (server, http):
+    async with open_multi_model_app("a", NEVER) as (server, http):
         large = body(NEVER, user="u" * BODY)
         posts = [asyncio.create_task(http.post("/v1/completions", json=large)) for _ in range(5)]
         async with asyncio.timeout(10):
@@ -123,19 +131,19 @@ async def test_a_body_stays_in_the_budget_until_its_model_has_taken_it_over(monk
         assert (await http.post("/v1/completions", json=body("a", user="u" * 2 * BODY))).status_code == 413
 
 
-async def test_what_is_stored_is_every_models(tmp_path: Path) -> None:
-    async with opened("abc", "def", data_dir=tmp_path) as (server, http):
-        made = (await http.post("/v1/conversations", json={"metadata": {"k": "u"}})).json()
-        asked = {"model": "def", "input": "x", "max_output_tokens": 3, "conversation": made["id"]}
-        response = (await http.post("/v1/responses", json=asked)).json()
-        after = (await http.post("/v1/responses", json=asked | {"model": "abc"})).json()
+async def test_stored_responses_and_conversations_are_shared_by_models(tmp_path: Path) -> None:
+    async with open_multi_model_app("abc", "def", data_dir=tmp_path) as (server, http):
+        conversation = (await http.post("/v1/conversations", json={"metadata": {"k": "u"}})).json()
+        request = {"model": "def", "input": "x", "max_output_tokens": 3, "conversation": conversation["id"]}
+        response = (await http.post("/v1/responses", json=request)).json()
+        after = (await http.post("/v1/responses", json=request | {"model": "abc"})).json()
         texts = [each["output"][0]["content"][0]["text"] for each in (response, after)]
         assert texts == ["def", "abc"]
-        items = (await http.get(f"/v1/conversations/{made['id']}/items")).json()["data"]
+        items = (await http.get(f"/v1/conversations/{conversation['id']}/items")).json()["data"]
         assert len(items) == 4, "the second model read what the first had written"
         assert (await http.post("/v1/models/unload", json={"model": "abc"})).json()["state"] == "unloaded"
         assert (await http.get(f"/v1/responses/{after['id']}")).json()["model"] == "abc"
-        changed = await http.post(f"/v1/conversations/{made['id']}", json={"metadata": {"k": "v" * 500}})
+        changed = await http.post(f"/v1/conversations/{conversation['id']}", json={"metadata": {"k": "v" * 500}})
         assert changed.json()["metadata"] == {"k": "v" * 500}
         lost = await http.post("/v1/conversations/conv_none", json={"metadata": {"k": "v"}})
         assert lost.status_code == 404
@@ -147,8 +155,8 @@ async def ended(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> dict[st
     """Create a batch of these lines, and return it when it is completed."""
     content = "\n".join(map(json.dumps, lines)).encode()
     file = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
-    asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch: dict[str, Any] = (await http.post("/v1/batches", json=asked)).json()
+    batch_body = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch: dict[str, Any] = (await http.post("/v1/batches", json=batch_body)).json()
     async with asyncio.timeout(20):
         while batch["status"] != "completed":
             await asyncio.sleep(0.01)
@@ -156,8 +164,8 @@ async def ended(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> dict[st
     return batch
 
 
-async def test_a_batch_has_lines_for_several_models(tmp_path: Path) -> None:
-    async with opened("abc", "def", data_dir=tmp_path) as (_, http):
+async def test_batch_routes_lines_to_several_models(tmp_path: Path) -> None:
+    async with open_multi_model_app("abc", "def", data_dir=tmp_path) as (_, http):
         lines = [
             {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body(name)}
             for name in ("abc", "def", "none")
@@ -169,10 +177,10 @@ async def test_a_batch_has_lines_for_several_models(tmp_path: Path) -> None:
         assert texts == {"abc": "abc", "def": "def"}
 
 
-async def test_a_stream_goes_on_with_its_own_model(tmp_path: Path) -> None:
-    async with opened("abc", "def", data_dir=tmp_path) as (_, http):
-        asked = body(None, max_tokens=30, stream=True, seed=1)
-        whole = await http.post("/v1/completions?model=def", json=asked)
+async def test_resumed_stream_continues_with_same_model(tmp_path: Path) -> None:
+    async with open_multi_model_app("abc", "def", data_dir=tmp_path) as (_, http):
+        request = body(None, max_tokens=30, stream=True, seed=1)
+        whole = await http.post("/v1/completions?model=def", json=request)
         id = whole.headers["X-Stream-Id"]
         again = await http.get(f"/v1/streams/{id}")
         assert again.text == whole.text
@@ -182,8 +190,8 @@ async def test_a_stream_goes_on_with_its_own_model(tmp_path: Path) -> None:
         assert 0 < len(rest.text) < len(whole.text)
 
 
-async def test_requests_are_explained_and_cancelled_whichever_model_has_them() -> None:
-    async with opened("abc", "def") as (server, http):
+async def test_explain_and_cancel_find_request_of_any_model() -> None:
+    async with open_multi_model_app("abc", "def") as (server, http):
         await http.post("/v1/completions", json=body("def"), headers={"X-Request-Id": "one"})
         assert (await http.get("/v1/requests/one/explain")).json()["model"] == "def"
         long = body("def", max_tokens=400)
@@ -196,43 +204,43 @@ async def test_requests_are_explained_and_cancelled_whichever_model_has_them() -
         assert (await http.delete("/v1/requests/cmpl-two")).status_code == 404
 
 
-async def test_metrics_of_all_are_told_apart(tmp_path: Path) -> None:
-    async with opened("abc", "def", data_dir=tmp_path) as (_, http):
+async def test_metrics_are_labeled_by_model(tmp_path: Path) -> None:
+    async with open_multi_model_app("abc", "def", data_dir=tmp_path) as (_, http):
         await http.post("/v1/completions", json=body("def"))
         families = list(text_string_to_metric_families((await http.get("/metrics")).text))
         assert len({family.name for family in families}) == len(families)
         samples = [each for family in families for each in family.samples]
         kinds = [(each.name, *sorted(each.labels.items())) for each in samples]
         assert len(set(kinds)) == len(kinds), "each series is there once"
-        ended = {
+        counts = {
             each.labels["model_name"]: each.value for each in samples if each.name == "vllm:request_params_n_count"
         }
-        assert ended == {"abc": 0.0, "def": 1.0}
+        assert counts == {"abc": 0.0, "def": 1.0}
         assert {each.labels["model_name"] for each in samples if each.name == "quire:ranks"} == {"abc", "def"}
 
 
-async def test_ollamas_clients_see_and_name_every_model() -> None:
-    async with opened("abc", "def") as (_, http):
+async def test_ollama_api_lists_and_serves_every_model() -> None:
+    async with open_multi_model_app("abc", "def") as (_, http):
         tags = (await http.get("/api/tags")).json()["models"]
         assert [each["model"] for each in tags] == ["abc", "def"]
         assert all(len(each["digest"]) >= 12 for each in tags), "Ollama's own client shows so many characters"
         assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc"]
-        shown = await http.post("/api/show", json={"name": "def"})
-        assert shown.json()["model_info"]["general.basename"] == "def"
-        asked = {"model": "def:latest", "prompt": "x", "stream": False, "options": {"num_predict": 3}}
-        assert (await http.post("/api/generate", json=asked)).json()["response"] == "def"
+        details = await http.post("/api/show", json={"name": "def"})
+        assert details.json()["model_info"]["general.basename"] == "def"
+        request = {"model": "def:latest", "prompt": "x", "stream": False, "options": {"num_predict": 3}}
+        assert (await http.post("/api/generate", json=request)).json()["response"] == "def"
         assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc", "def"]
 
 
-async def test_a_name_that_is_empty_is_nobodys() -> None:
-    async with opened("abc", "def") as (_, http):
+async def test_empty_model_name_returns_404() -> None:
+    async with open_multi_model_app("abc", "def") as (_, http):
         answer = await http.post("/v1/completions", json=body(""))
         assert answer.status_code == 404
         assert answer.json()["error"]["message"].endswith("served here: abc, def")
 
 
-async def test_a_batch_does_not_wait_for_a_model_whose_files_are_wrong(tmp_path: Path) -> None:
-    async with opened("abc", WRONG, data_dir=tmp_path) as (_, http):
+async def test_batch_fails_lines_of_unloadable_model_without_waiting(tmp_path: Path) -> None:
+    async with open_multi_model_app("abc", WRONG, data_dir=tmp_path) as (_, http):
         answer = await http.post("/v1/completions", json=body(WRONG))
         assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
         lines = [

@@ -36,18 +36,18 @@ PIRATE = (
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def fleet(tmp_path: Path, text: str) -> ModelsConfig:
+def read_models(tmp_path: Path, text: str) -> ModelsConfig:
     file = tmp_path / "models.toml"
     file.write_text(text)
     return read_models_file(file, {})
 
 
 @asynccontextmanager
-async def opened(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient, ServerContext]]:
+async def open_app(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient, ServerContext]]:
     engines: list[FakeEngine] = []
 
     @asynccontextmanager
-    async def of(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
+    async def open_model(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
         source = ServedModelSpec(entry.config, byte_level_tokenizer(CHATML).tokenizer, VOCAB_SIZE, {})
         engines.append(engine := FakeEngine(hashed(b"abcdef")))
         async with open_runtime(
@@ -57,7 +57,7 @@ async def opened(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngine]
 
     config = ServerConfig()
     app = create_multi_model_app(
-        ModelManager(settings, of), settings, AddedModels(settings, None), config, Tenants(config)
+        ModelManager(settings, open_model), settings, AddedModels(settings, None), config, Tenants(config)
     )
     async with (
         app.router.lifespan_context(app),
@@ -70,8 +70,8 @@ def prompt(engine: FakeEngine) -> str:
     return byte_level_tokenizer(None).tokenizer.decode(list(engine.seen[-1].prompt_ids), skip_special_tokens=False)
 
 
-async def test_a_name_has_a_system_message_and_defaults_on_the_same_engine(tmp_path: Path) -> None:
-    async with opened(fleet(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+async def test_preset_applies_system_message_and_defaults_on_shared_engine(tmp_path: Path) -> None:
+    async with open_app(read_models(tmp_path, SMALL + PIRATE)) as (engines, http, _):
         listed = (await http.get("/v1/models")).json()["data"]
         assert [each["id"] for each in listed] == ["small", "pirate", "buccaneer"]
         for name in ("pirate", "buccaneer"):
@@ -97,8 +97,8 @@ async def test_a_name_has_a_system_message_and_defaults_on_the_same_engine(tmp_p
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_api_gets_them(path: str, body: dict[str, Any], stream: bool, tmp_path: Path) -> None:
-    async with opened(fleet(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+async def test_every_api_applies_preset(path: str, body: dict[str, Any], stream: bool, tmp_path: Path) -> None:
+    async with open_app(read_models(tmp_path, SMALL + PIRATE)) as (engines, http, _):
         name = "pirate:latest" if path.startswith("/api/") else "pirate"
         answer = await http.post(path, json={**body, "model": name, "stream": stream})
         assert answer.status_code == 200, answer.text
@@ -107,10 +107,10 @@ async def test_every_api_gets_them(path: str, body: dict[str, Any], stream: bool
         assert engines[0].seen[-1].params.max_tokens == 4
 
 
-async def test_a_request_s_own_words_go_first(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    async with opened(fleet(tmp_path, SMALL + PIRATE)) as (engines, http, _):
-        body = {"model": "pirate", "messages": own, "temperature": 0, "max_completion_tokens": 2}
+async def test_request_fields_override_preset(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    async with open_app(read_models(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+        body = {"model": "pirate", "messages": messages, "temperature": 0, "max_completion_tokens": 2}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
         assert answer["usage"]["completion_tokens"] == 2
         assert "Be brief." in prompt(engines[0])
@@ -124,8 +124,8 @@ async def test_a_request_s_own_words_go_first(tmp_path: Path) -> None:
         assert broken.status_code == 400
 
 
-async def test_a_table_with_a_model_of_its_own_has_them_too(tmp_path: Path) -> None:
-    async with opened(fleet(tmp_path, SMALL + 'system = "Be kind."\n')) as (engines, http, _):
+async def test_model_table_can_set_system_message(tmp_path: Path) -> None:
+    async with open_app(read_models(tmp_path, SMALL + 'system = "Be kind."\n')) as (engines, http, _):
         for body in ({"messages": MESSAGES}, {"messages": MESSAGES, "model": "small"}):
             await http.post("/v1/chat/completions", json=body)
             assert "Be kind." in prompt(engines[0])
@@ -144,11 +144,11 @@ async def test_a_table_with_a_model_of_its_own_has_them_too(tmp_path: Path) -> N
         ('[a]\nmodel = "small"\nserved_model_name = "x"\n', "a: served_model_name: must be a list"),
     ],
 )
-def test_what_a_name_may_not_say_is_named(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_preset_is_rejected_with_reason(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        fleet(tmp_path, SMALL + text)
+        read_models(tmp_path, SMALL + text)
 
 
-def test_a_model_that_is_added_later_has_no_name_of_this_kind(tmp_path: Path) -> None:
+def test_added_model_cannot_set_system_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="system can be set only in the file"):
-        fleet(tmp_path, SMALL).parse_added_entry("b", {"model": DEMO_MODEL, "system": "x"})
+        read_models(tmp_path, SMALL).parse_added_entry("b", {"model": DEMO_MODEL, "system": "x"})

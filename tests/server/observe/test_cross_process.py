@@ -16,7 +16,7 @@ from quire.server.peers import Peers
 from tests.engine.client.test_api_server_leader import request, shared, until
 
 
-def _beginning(client: EngineClient) -> CrossProcessObserver:
+def _open_observer(client: EngineClient) -> CrossProcessObserver:
     """Register all methods that API processes call in each other, as their start does."""
     assert isinstance(client.engine_core, SharedClient)
     others = CrossProcessObserver(client, Metrics(client, "m", 64, {}), RequestLog(9), lambda ids: "")
@@ -24,9 +24,9 @@ def _beginning(client: EngineClient) -> CrossProcessObserver:
     return others
 
 
-async def test_each_question_is_answered_and_ends_nobody(tmp_path: Path) -> None:
+async def test_peer_calls_return_answers_and_leave_processes_alive(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
-        (one, _), (_, two) = ((_beginning(client), client) for client in server.clients)
+        (one, _), (_, two) = ((_open_observer(client), client) for client in server.clients)
         stream = two.submit([request("a-0", tokens=400, tenant="x"), request("a-1", tokens=400, tenant="x")], "a")
         await until(lambda: len(server.engine.running) == 2)
         assert await one.cancel_requests_of_peers("unknown", None) == 0
@@ -35,10 +35,10 @@ async def test_each_question_is_answered_and_ends_nobody(tmp_path: Path) -> None
         assert await one.cancel_requests_of_peers("a", "x") == 1
         await until(lambda: sorted(server.engine.aborted) == ["a-0", "a-1"])
         stream.close()
-        asking = Tenant("x", b"", RateLimits(None, None), admin=True)
+        caller = Tenant("x", b"", RateLimits(None, None), admin=True)
         assert await one.collect_peer_answer_summaries(5) != []
         assert await one.collect_peer_samples() != []
-        assert await one.explain_peer_request("a", asking) is None
-        assert await one.collect_conversation_turns("a", asking) == []
+        assert await one.explain_peer_request("a", caller) is None
+        assert await one.collect_conversation_turns("a", caller) == []
         assert await one.find_last_turn("x", "", "a") is None
         assert all(client.alive for client in server.clients)

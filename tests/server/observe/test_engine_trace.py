@@ -98,66 +98,66 @@ def timeline(name: str, *marks: Any, ended: float | None = None) -> Timeline:
     return Timeline(name, 5, marks[0][0], list(marks), ended_at=ended, finish_reason=ended and "stop")
 
 
-def test_engines_beside_each_other_have_tracks_of_their_own() -> None:
+def test_trace_has_separate_track_per_replica() -> None:
     steps = [step(1, 10.0, 10.5, 12, 13), replace(step(1, 10.5, 11, 13, 14), engine_number=1, replica=1)]
-    found = build_trace(steps, [], 10.0, 15.0, replicas=2)
-    check(found)
-    begins = {(e["tid"], e["ts"], e["dur"]) for e in found["traceEvents"] if e.get("cat") == "step"}
+    trace = build_trace(steps, [], 10.0, 15.0, replicas=2)
+    check(trace)
+    begins = {(e["tid"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "step"}
     assert begins == {(1, 0.0, 3e6), (2, 0.5e6, 3.5e6)}, "neither is cut short by the other"
-    assert sum(phase_totals(found["traceEvents"]).values()) == pytest.approx(10e6)
-    names = [e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"]
+    assert sum(phase_totals(trace["traceEvents"]).values()) == pytest.approx(10e6)
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
     assert names == ["steps of 0", "steps of 1"]
 
 
-def test_a_recording_accounts_for_all_its_time() -> None:
+def test_trace_phases_sum_to_recorded_time() -> None:
     steps = [step(1, 9.5, 9.6, 11, 12), step(2, 12.5, 13, 14, 14.25), step(3, 18, 18.5, 21, 22)]
     requests = [
         timeline("cmpl-a-0", (9.0, "queued"), (9.5, "prefill"), (12, "decode"), ended=14.5),
         timeline("cmpl-b-0", (13.0, "queued"), (18, "prefill")),
         timeline("cmpl-c-0", (1.0, "queued"), (2.0, "decode"), ended=3.0),
     ]
-    found = build_trace(steps, requests, 10.0, 20.0)
-    check(found)
-    totals = {name: total / 1e6 for name, total in phase_totals(found["traceEvents"]).items()}
+    trace = build_trace(steps, requests, 10.0, 20.0)
+    check(trace)
+    totals = {name: total / 1e6 for name, total in phase_totals(trace["traceEvents"]).items()}
     assert totals == pytest.approx(
         {"schedule": 0.5 + 0.5, "compute": 1 + 1 + 1.5, "apply": 1 + 0.25, "between steps": 0.5 + 3.75}
     )
     assert sum(totals.values()) == pytest.approx(10.0)
-    ids = {event["id"] for event in found["traceEvents"] if event["ph"] == "b"}
+    ids = {event["id"] for event in trace["traceEvents"] if event["ph"] == "b"}
     assert ids == {"cmpl-a-0", "cmpl-b-0"}, "what is over is left out"
 
 
-def test_steps_that_overlap_are_laid_end_to_end() -> None:
+def test_overlapping_steps_are_laid_end_to_end_in_trace() -> None:
     steps = [step(1, 0, 0.1, 2, 2.1), step(2, 1, 1.1, 3, 3.1), step(3, 2.2, 2.3, 4, 4.1)]
-    found = build_trace(steps, [], 0.0, 5.0)
-    check(found)
-    assert sum(phase_totals(found["traceEvents"]).values()) == pytest.approx(5e6)
+    trace = build_trace(steps, [], 0.0, 5.0)
+    check(trace)
+    assert sum(phase_totals(trace["traceEvents"]).values()) == pytest.approx(5e6)
 
 
-def test_an_idle_engine_has_a_trace_too() -> None:
-    found = build_trace([], [], 0.0, 1.0)
-    check(found)
-    assert phase_totals(found["traceEvents"]) == {"between steps": 1e6}
+def test_idle_engine_trace_is_all_between_steps() -> None:
+    trace = build_trace([], [], 0.0, 1.0)
+    check(trace)
+    assert phase_totals(trace["traceEvents"]) == {"between steps": 1e6}
 
 
-async def test_a_trace_is_made_beside_the_streams_of_what_was_then(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on = api.engine.owner.submit(
+async def test_trace_is_built_in_thread_from_snapshot(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_stream = api.engine.owner.submit(
         [EngineCoreRequest(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)]
     )
     (timeline,) = api.engine.owner.history.open_timelines
     plain = tracing.build_trace
 
-    def meanwhile(steps: Any, timelines: Any, *times: float) -> Any:
+    def build_during_phase_change(steps: Any, timelines: Any, *times: float) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         before = plain(steps, timelines, *times)
         timeline.enter_phase("preempted", time.monotonic())
         assert plain(steps, timelines, *times) == before
         return before
 
-    monkeypatch.setattr(tracing, "build_trace", meanwhile)
+    monkeypatch.setattr(tracing, "build_trace", build_during_phase_change)
     response = await api.http.get("/v1/engine/trace?seconds=0.05")
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     check(response.json())
     assert "preempted" in [phase for _, phase in timeline.marks]
-    going_on.close()
+    open_stream.close()

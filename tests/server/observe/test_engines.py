@@ -9,7 +9,7 @@ from quire.engine.core.stats import EngineStats, TierStats
 from quire.server.observe.metric_collectors import engine_metrics, refusal_metrics
 
 
-def test_each_engine_has_its_own_figures() -> None:
+def test_metrics_are_labeled_by_engine() -> None:
     tier = TierStats("host", pages=3)
     one = EngineStats(running=2, used_blocks=5, total_blocks=10, prefix_hits=7, accepted_drafts=[4, 1], tiers=[tier])
     two = EngineStats(running=1, waiting=3, total_blocks=10)
@@ -21,8 +21,8 @@ def test_each_engine_has_its_own_figures() -> None:
     samples = [sample for family in families for sample in family.samples]
 
     def values(name: str) -> dict[str, float]:
-        found = [sample for sample in samples if sample.name == name]
-        return {sample.labels.get("engine", "all"): sample.value for sample in found}
+        matching = [sample for sample in samples if sample.name == name]
+        return {sample.labels.get("engine", "all"): sample.value for sample in matching}
 
     assert values("vllm:num_requests_running") == {"0": 2, "1": 1}
     assert values("vllm:num_requests_waiting_by_reason") == {"0": 0, "1": 0}, "the last reason's"

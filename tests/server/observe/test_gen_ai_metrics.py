@@ -16,7 +16,7 @@ FIRST, PER_TOKEN, REQUEST = (
 )
 
 
-def observed(*timelines: Timeline) -> CollectorRegistry:
+def record_timelines(*timelines: Timeline) -> CollectorRegistry:
     registry = CollectorRegistry()
     histograms = GenAiHistograms(registry, "m")
     for timeline in timelines:
@@ -24,17 +24,17 @@ def observed(*timelines: Timeline) -> CollectorRegistry:
     return registry
 
 
-def answer(id: str, tokens: int, reason: str = "stop") -> Timeline:
+def make_timeline(id: str, tokens: int, reason: str = "stop") -> Timeline:
     """A timeline: 1 s queued, 2 s prefill, 4 s decode, 3 s preempted, 1 s decode; delivered after 5 s more."""
-    made = Timeline(id, 10, 100.0, [(100.0, "queued"), (101.0, "prefill")])
-    made.marks += [(103.0, "decode"), (107.0, "preempted"), (110.0, "decode"), (111.0, "delivery")]
-    made.first_token_at, made.output_tokens, made.cached_tokens = 103.0, tokens, 0
-    made.mark_ended(reason, 116.0)
-    return made
+    timeline = Timeline(id, 10, 100.0, [(100.0, "queued"), (101.0, "prefill")])
+    timeline.marks += [(103.0, "decode"), (107.0, "preempted"), (110.0, "decode"), (111.0, "delivery")]
+    timeline.first_token_at, timeline.output_tokens, timeline.cached_tokens = 103.0, tokens, 0
+    timeline.mark_ended(reason, 116.0)
+    return timeline
 
 
-def test_seconds_are_those_of_the_timeline() -> None:
-    registry = observed(answer("cmpl-1-0", 5), answer("cmpl-1-1", 1))
+def test_histograms_observe_timeline_durations() -> None:
+    registry = record_timelines(make_timeline("cmpl-1-0", 5), make_timeline("cmpl-1-1", 1))
     labels = {**OWN, "gen_ai_operation_name": "text_completion"}
     assert registry.get_sample_value(f"{FIRST}_sum", labels) == 6
     assert registry.get_sample_value(f"{FIRST}_bucket", {**labels, "le": "2.5"}) == 0
@@ -45,8 +45,8 @@ def test_seconds_are_those_of_the_timeline() -> None:
 
 
 @pytest.mark.parametrize(("reason", "error"), [("error", "500"), ("timeout", "timeout"), ("abort", "")])
-def test_errors_are_told_apart(reason: str, error: str) -> None:
-    registry = observed(answer("msg_1-0", 5, reason))
+def test_request_duration_is_labeled_by_error_type(reason: str, error: str) -> None:
+    registry = record_timelines(make_timeline("msg_1-0", 5, reason))
     labels = {**OWN, "gen_ai_operation_name": "chat"}
     assert registry.get_sample_value(f"{REQUEST}_count", {**labels, "error_type": error}) == 1
     assert registry.get_sample_value(f"{FIRST}_count", labels) == (None if error else 1)
@@ -56,11 +56,11 @@ def test_errors_are_told_apart(reason: str, error: str) -> None:
     ("job", "operation"),
     [("chatcmpl-ab-0", "chat"), ("resp_ab", "chat"), ("embd-ab-3", "embeddings"), ("rerank-ab", "rerank")],
 )
-def test_operations_have_the_conventions_names(job: str, operation: str) -> None:
+def test_operation_name_follows_otel_conventions(job: str, operation: str) -> None:
     assert operation_name(job) == operation
 
 
-async def test_calls_are_counted_by_their_operation() -> None:
+async def test_api_calls_are_counted_by_operation() -> None:
     async with open_api(FakeEngine(hashed(b"ab"))) as api:
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "n": 2}
         await api.post("/v1/chat/completions", chat)

@@ -16,12 +16,12 @@ from tests.server.fake import FakeEngine, hashed
 
 async def scrape(api: Api) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
     """Return the values of samples by name and labels."""
-    found: dict[str, dict[frozenset[tuple[str, str]], float]] = defaultdict(dict)
+    samples: dict[str, dict[frozenset[tuple[str, str]], float]] = defaultdict(dict)
     headers = {"Authorization": "Bearer key"}
     for family in text_string_to_metric_families((await api.http.get("/metrics", headers=headers)).text):
         for sample in family.samples:
-            found[sample.name][frozenset(sample.labels.items())] = sample.value
-    return found
+            samples[sample.name][frozenset(sample.labels.items())] = sample.value
+    return samples
 
 
 def labels(**values: str) -> frozenset[tuple[str, str]]:
@@ -33,28 +33,28 @@ ROUTE = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_are_counted_by_route_method_and_class_of_status(stream: bool) -> None:
+async def test_http_requests_are_counted_by_route_method_and_status_class(stream: bool) -> None:
     async with open_api(FakeEngine(hashed(b"abc"))) as api:
         body = {**CHAT, "stream": stream}
         answer = await api.http.post(ROUTE, json=body)
         await api.http.post(ROUTE, json={})
-        seen = await scrape(api)
-        assert seen["http_requests_total"][labels(handler=ROUTE, method="POST", status="2xx")] == 1
-        assert seen["http_requests_total"][labels(handler=ROUTE, method="POST", status="4xx")] == 1
-        assert seen["http_request_duration_seconds_count"][labels(handler=ROUTE, method="POST")] == 2
-        assert seen["http_request_duration_seconds_bucket"][labels(handler=ROUTE, method="POST", le="+Inf")] == 2
-        assert seen["http_request_duration_highr_seconds_count"][labels()] == 2
-        assert seen["http_request_size_bytes_count"][labels(handler=ROUTE)] == 2
-        assert seen["http_request_size_bytes_sum"][labels(handler=ROUTE)] == int(
+        samples = await scrape(api)
+        assert samples["http_requests_total"][labels(handler=ROUTE, method="POST", status="2xx")] == 1
+        assert samples["http_requests_total"][labels(handler=ROUTE, method="POST", status="4xx")] == 1
+        assert samples["http_request_duration_seconds_count"][labels(handler=ROUTE, method="POST")] == 2
+        assert samples["http_request_duration_seconds_bucket"][labels(handler=ROUTE, method="POST", le="+Inf")] == 2
+        assert samples["http_request_duration_highr_seconds_count"][labels()] == 2
+        assert samples["http_request_size_bytes_count"][labels(handler=ROUTE)] == 2
+        assert samples["http_request_size_bytes_sum"][labels(handler=ROUTE)] == int(
             answer.request.headers["content-length"]
         ) + len(b"{}")
-        told = int(answer.headers.get("content-length", 0))
-        assert (told > 0) is not stream
-        assert seen["http_response_size_bytes_sum"][labels(handler=ROUTE)] >= told
-        assert seen["http_requests_inprogress"][labels()] == 0
+        content_length = int(answer.headers.get("content-length", 0))
+        assert (content_length > 0) is not stream
+        assert samples["http_response_size_bytes_sum"][labels(handler=ROUTE)] >= content_length
+        assert samples["http_requests_inprogress"][labels()] == 0
 
 
-async def test_no_path_method_or_key_of_a_caller_s_makes_a_label() -> None:
+async def test_callers_cannot_create_metric_labels() -> None:
     async with open_api(FakeEngine(hashed(b"abc")), api_key=["key"]) as api:
         for number in range(5):
             await api.http.get(f"/nothing/{number}", headers={"Authorization": "Bearer key"})
@@ -64,8 +64,8 @@ async def test_no_path_method_or_key_of_a_caller_s_makes_a_label() -> None:
         await api.http.get("/v1/models")  # without a key: it never reaches its route
         for path in ("/health", "/metrics", "/load", "/version", "/ping"):
             await api.http.get(path, headers={"Authorization": "Bearer key"})
-        seen = await scrape(api)
-        assert seen["http_requests_total"] == {
+        samples = await scrape(api)
+        assert samples["http_requests_total"] == {
             labels(handler="none", method="GET", status="4xx"): 5,
             labels(handler="/v1/responses/{response_id}", method="GET", status="4xx"): 5,
             labels(handler="/web", method="GET", status="4xx"): 5,
@@ -74,25 +74,25 @@ async def test_no_path_method_or_key_of_a_caller_s_makes_a_label() -> None:
         }
 
 
-async def test_what_is_being_answered_is_in_flight() -> None:
+async def test_open_request_counts_as_in_progress() -> None:
     engine = FakeEngine(hashed(b"abc"), step_seconds=30)
     async with open_api(engine) as api:
-        asked = asyncio.create_task(api.http.post(ROUTE, json=CHAT))
+        post_task = asyncio.create_task(api.http.post(ROUTE, json=CHAT))
         while not engine.seen:  # noqa: ASYNC110 - the fake has no event for it
             await asyncio.sleep(0)
         assert (await scrape(api))["http_requests_inprogress"][labels()] == 1
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        post_task.cancel()
+        await asyncio.gather(post_task, return_exceptions=True)
 
 
-async def test_the_process_says_what_it_takes(api: Api) -> None:
-    seen = await scrape(api)
+async def test_process_metrics_report_memory_cpu_and_fds(api: Api) -> None:
+    samples = await scrape(api)
     for name in ("resident_memory_bytes", "virtual_memory_bytes", "cpu_seconds_total", "open_fds", "max_fds"):
-        assert seen[f"process_{name}"][labels()] > 0
-    assert seen["process_start_time_seconds"][labels()] > 1.6e9
+        assert samples[f"process_{name}"][labels()] > 0
+    assert samples["process_start_time_seconds"][labels()] > 1.6e9
 
 
-def test_several_processes_are_one_server() -> None:
+def test_http_metrics_of_peers_are_merged() -> None:
     other = HttpMetrics([])
     other.count_request_start_if_tracked({"path": "/v1/models"})
     counts = [

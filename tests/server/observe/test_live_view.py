@@ -26,7 +26,7 @@ async def slow() -> AsyncIterator[Api]:
         yield opened
 
 
-def watcher(api: Api) -> LiveViewStream:
+def open_live_view(api: Api) -> LiveViewStream:
     return LiveViewStream(api.runtime.live_view)
 
 
@@ -35,10 +35,10 @@ def parse(event: bytes) -> tuple[str, Any]:
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
+async def test_live_view_shows_history_and_running_requests(slow: Api) -> None:
     await slow.post("/v1/completions", {"prompt": "before", "max_tokens": 5})
     await asyncio.sleep(1.1)  # until the second in which it ended is over
-    watching = watcher(slow)
+    watching = open_live_view(slow)
     events = watching.events(build_server_facts(slow.runtime, slow.runtime.model))
     name, hello = parse(await anext(events))
     assert (name, hello["models"], hello["info"]["num_blocks"]) == ("hello", ["owner/model", "second"], 100)
@@ -63,7 +63,7 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
     assert [event async for event in events] == []
 
 
-async def test_tokens_per_second_are_the_engines_own_count(slow: Api) -> None:
+async def test_rolling_token_counts_equal_engine_counter(slow: Api) -> None:
     engine, rolling = slow.engine, slow.runtime.metrics.rolling_stats
     began = int(time.time())
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 7, "n": 3})
@@ -74,7 +74,7 @@ async def test_tokens_per_second_are_the_engines_own_count(slow: Api) -> None:
     assert any(each.first_token.percentiles() for each in bins)
 
 
-def test_percentiles_are_those_of_a_sort() -> None:
+def test_histogram_percentiles_approximate_sorted_values() -> None:
     durations = [0.001 * 1.01**i for i in range(801)]
     spread = LatencyHistogram()
     for each in durations:
@@ -86,9 +86,9 @@ def test_percentiles_are_those_of_a_sort() -> None:
     assert LatencyHistogram().percentiles() is None
 
 
-async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Api) -> None:
+async def test_live_view_shares_one_snapshot_and_stops_without_watchers(api: Api) -> None:
     assert api.engine.looks == 0
-    watching = [watcher(api) for _ in range(8)]
+    watching = [open_live_view(api) for _ in range(8)]
     streams = [each.events({}) for each in watching]
     for stream in streams:
         assert parse(await anext(stream))[0] == "hello"
@@ -103,15 +103,15 @@ async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Ap
     looks = api.engine.looks
     await asyncio.sleep(0.6)
     assert api.engine.looks == looks
-    late = watcher(api).events({})
+    late = open_live_view(api).events({})
     await anext(late)
     assert parse(await anext(late))[0] == "state", "who comes later wakes it again"
     await late.aclose()
 
 
-async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
+async def test_live_view_reports_silent_and_dead_engine(api: Api) -> None:
     api.engine.silent = True
-    events = watcher(api).events({})
+    events = open_live_view(api).events({})
     await anext(events)
     state = parse(await anext(events))[1]
     assert (state["engine"], state["responsive"]) == (None, True)
@@ -122,8 +122,8 @@ async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
     await events.aclose()
 
 
-async def test_memory_is_part_of_the_state(api: Api) -> None:
-    events = watcher(api).events({})
+async def test_live_view_state_includes_memory(api: Api) -> None:
+    events = open_live_view(api).events({})
     await anext(events)
     (memory,) = parse(await anext(events))[1]["engine"]["memory"]
     assert memory.pop("total") == sum(memory.values()) == 1000
@@ -131,7 +131,7 @@ async def test_memory_is_part_of_the_state(api: Api) -> None:
     await events.aclose()
 
 
-async def test_the_block_table_of_one_request_can_be_asked_for(slow: Api) -> None:
+async def test_block_table_endpoint_returns_blocks_of_running_request(slow: Api) -> None:
     call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 400}))
     await slow.engine.sent.wait()
     request_id = slow.engine.seen[0].id
@@ -155,7 +155,7 @@ async def test_the_block_table_of_one_request_can_be_asked_for(slow: Api) -> Non
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
 
 
-async def test_block_tables_are_for_those_who_may_watch_the_engine() -> None:
+async def test_engine_request_endpoints_require_admin_key() -> None:
     async with open_api(FakeEngine(LETTERS), api_key=["secret"], admin_api_key=["boss"]) as api:
         answers = [
             await api.http.get(path, headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -165,7 +165,7 @@ async def test_block_tables_are_for_those_who_may_watch_the_engine() -> None:
     assert [answer.status_code for answer in answers] == [401, 403, 404, 401, 403, 200]
 
 
-async def cancelled_stream(api: Api, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
+async def cancel_stream(api: Api, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
     """Return the events of a stream that another request cancels, and the response to that request."""
     call = asyncio.create_task(api.events(path, {**body, "max_tokens": 400}))
     await api.engine.sent.wait()
@@ -181,8 +181,8 @@ async def cancelled_stream(api: Api, path: str, body: dict[str, Any]) -> tuple[l
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
     ],
 )
-async def test_a_cancelled_stream_ends_with_what_there_is(slow: Api, path: str, body: dict[str, Any]) -> None:
-    events, answer = await cancelled_stream(slow, path, {**body, "n": 2, "stream_options": {"include_usage": True}})
+async def test_cancelled_stream_ends_with_abort_and_usage(slow: Api, path: str, body: dict[str, Any]) -> None:
+    events, answer = await cancel_stream(slow, path, {**body, "n": 2, "stream_options": {"include_usage": True}})
     assert answer.status_code == 200
     assert answer.json() == {"id": events[0]["id"], "object": "request", "cancelled": True, "sequences": 2}
     reasons = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
@@ -194,7 +194,7 @@ async def test_a_cancelled_stream_ends_with_what_there_is(slow: Api, path: str, 
     assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
 
 
-async def test_one_choice_can_be_cancelled_alone(slow: Api) -> None:
+async def test_single_choice_can_be_cancelled(slow: Api) -> None:
     call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 60, "n": 2}))
     await slow.engine.sent.wait()
     assert (await slow.http.delete(f"/v1/requests/{slow.engine.seen[1].id}")).json()["sequences"] == 1
@@ -202,7 +202,7 @@ async def test_one_choice_can_be_cancelled_alone(slow: Api) -> None:
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "abort"]
 
 
-async def test_an_id_is_no_prefix_of_others(slow: Api) -> None:
+async def test_cancel_requires_exact_request_id(slow: Api) -> None:
     call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 30}))
     await slow.engine.sent.wait()
     request_id = slow.engine.seen[0].id

@@ -37,7 +37,7 @@ def lines() -> Iterator[io.StringIO]:
     access_log.removeHandler(handler)
 
 
-async def test_a_json_line_for_each_request_with_its_id_and_no_prompt(lines: io.StringIO) -> None:
+async def test_json_access_log_has_request_id_and_no_prompt(lines: io.StringIO) -> None:
     async with open_api(FakeEngine(hashed(b"abc")), log_format="json", api_key_file=None, api_key=["k"]) as api:
         headers = {"Authorization": "Bearer k", "X-Request-Id": "mine"}
         answer = await api.http.post("/v1/completions", json=BODY, headers=headers)
@@ -51,7 +51,7 @@ async def test_a_json_line_for_each_request_with_its_id_and_no_prompt(lines: io.
     assert "secret" not in lines.getvalue()
 
 
-async def test_an_address_makes_no_line_of_its_own(lines: io.StringIO) -> None:
+async def test_url_cannot_inject_access_log_line(lines: io.StringIO) -> None:
     async with open_api(FakeEngine(hashed(b"abc"))) as api:
         await api.http.get("/v1/files/a%0Ab%1B%5B2J%C3%A4")
     (line,) = (json.loads(line) for line in lines.getvalue().splitlines())
@@ -59,27 +59,27 @@ async def test_an_address_makes_no_line_of_its_own(lines: io.StringIO) -> None:
     assert line["path"] == "/v1/files/a\nb\x1b[2J\u00e4"
 
 
-async def test_the_lines_can_be_switched_off(lines: io.StringIO) -> None:
+async def test_disable_access_log_writes_nothing(lines: io.StringIO) -> None:
     async with open_api(FakeEngine(hashed(b"abc")), disable_access_log=True) as api:
         await api.post("/v1/completions", BODY)
     assert lines.getvalue() == ""
 
 
-async def test_throughput_is_told_while_something_runs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_throughput_is_logged_only_while_requests_run(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(hashed(b"abc"))
     with caplog.at_level(logging.INFO, "quire.throughput"):
-        telling = asyncio.create_task(log_throughput_periodically(EngineClient(engine), 0.01))
+        log_task = asyncio.create_task(log_throughput_periodically(EngineClient(engine), 0.01))
         await asyncio.sleep(0.05)
         assert caplog.messages == []
         engine.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)
         async with asyncio.timeout(10):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        telling.cancel()
+        log_task.cancel()
     assert caplog.messages[0] == "0 prompt and 0 generated tokens/s; 2 running, 1 waiting; KV cache 25 %"
 
 
-def test_a_line_of_throughput() -> None:
+def test_throughput_line_reports_rates_and_hit_ratios() -> None:
     before = EngineStats(prompt_tokens=100, generation_tokens=50, prefix_queries=100, prefix_hits=10)
     now = EngineStats(
         prompt_tokens=1100,
@@ -89,14 +89,14 @@ def test_a_line_of_throughput() -> None:
         draft_tokens=8,
         accepted_drafts=[4, 2],
     )
-    said = (
+    expected = (
         "100 prompt and 2 generated tokens/s; 0 running, 0 waiting; KV cache 0 %, prefix hits 25 %, "
         "drafts accepted 75 %"
     )
-    assert format_throughput(before, now, 10) == said
+    assert format_throughput(before, now, 10) == expected
 
 
-def test_exceptions_stay_on_their_line() -> None:
+def test_json_log_keeps_exception_on_one_line() -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError as error:
@@ -147,7 +147,7 @@ class Receiver:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 
 
-async def test_spans_reach_an_otlp_receiver_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_otlp_spans_are_children_of_caller_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES", raising=False)
     receiver = Receiver()
@@ -161,27 +161,27 @@ async def test_spans_reach_an_otlp_receiver_below_the_caller_s(monkeypatch: pyte
     assert set(receiver.paths) == {"/v1/traces"}
     assert receiver.services == {"quire"}
     roots = [span for span in receiver.spans if span.name == "llm_request"]
-    ours = next(span for span in roots if span.trace_id.hex() == TRACE)
-    assert ours.parent_span_id.hex() == PARENT
-    told = {each.key: each.value for each in ours.attributes}
-    assert told["gen_ai.response.id"].string_value == answer.json()["id"]
-    assert told["gen_ai.provider.name"].string_value == "quire"
-    assert told["gen_ai.operation.name"].string_value == "text_completion"
-    assert told["gen_ai.usage.cache_read.input_tokens"].int_value == len("a secret prompt") // 2
-    assert told["quire.request_id"].string_value == "mine"
-    assert told["gen_ai.usage.output_tokens"].int_value == 2 * 5, "of both choices"
-    assert told["http.response.status_code"].int_value == 200
-    parts = [span for span in receiver.spans if span.parent_span_id == ours.span_id]
-    assert [span.name for span in parts] == ["queued", "decode", "delivery"] * 2
-    for span in parts:
-        assert ours.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
-        assert span.end_time_unix_nano <= ours.end_time_unix_nano
-    (other,) = [span for span in roots if span is not ours]
+    root = next(span for span in roots if span.trace_id.hex() == TRACE)
+    assert root.parent_span_id.hex() == PARENT
+    attributes = {each.key: each.value for each in root.attributes}
+    assert attributes["gen_ai.response.id"].string_value == answer.json()["id"]
+    assert attributes["gen_ai.provider.name"].string_value == "quire"
+    assert attributes["gen_ai.operation.name"].string_value == "text_completion"
+    assert attributes["gen_ai.usage.cache_read.input_tokens"].int_value == len("a secret prompt") // 2
+    assert attributes["quire.request_id"].string_value == "mine"
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 2 * 5, "of both choices"
+    assert attributes["http.response.status_code"].int_value == 200
+    children = [span for span in receiver.spans if span.parent_span_id == root.span_id]
+    assert [span.name for span in children] == ["queued", "decode", "delivery"] * 2
+    for span in children:
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano
+    (other,) = [span for span in roots if span is not root]
     assert other.parent_span_id == b""
     assert {each.key: each.value.string_value for each in other.attributes}["gen_ai.request.id"] == alone.json()["id"]
 
 
-def test_an_endpoint_that_is_no_address_is_refused_by_name() -> None:
+def test_invalid_otlp_endpoint_is_rejected() -> None:
     for wrong in ("localhost:4317", "ftp://x", ""):
         with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
             create_otlp_exporter(wrong)

@@ -13,30 +13,30 @@ from quire.server.observe.recent_answers import merge_answer_summaries
 
 
 def registry(hits: dict[str, int], seconds: list[float]) -> CollectorRegistry:
-    made = CollectorRegistry()
-    counter = Counter("hits", "Hits.", ["by"], registry=made)
+    collectors = CollectorRegistry()
+    counter = Counter("hits", "Hits.", ["by"], registry=collectors)
     for by, count in hits.items():
         counter.labels(by).inc(count)
-    histogram = Histogram("seconds", "Seconds.", buckets=(1.0, 2.0), registry=made)
+    histogram = Histogram("seconds", "Seconds.", buckets=(1.0, 2.0), registry=collectors)
     for each in seconds:
         histogram.observe(each)
-    return made
+    return collectors
 
 
-def shown(source: CollectorRegistry) -> dict[str, float]:
+def sample_values(source: CollectorRegistry) -> dict[str, float]:
     lines = [
         line for line in generate_latest(source).decode().splitlines() if line[0] != "#" and "_created" not in line
     ]
     return {line.split()[0]: float(line.split()[1]) for line in lines}
 
 
-def test_what_processes_count_is_added_up() -> None:
-    mine = registry({"a": 2, "b": 3}, [0.5])
+def test_summing_collector_adds_counts_of_peers() -> None:
+    local = registry({"a": 2, "b": 3}, [0.5])
     others = [registry({"b": 10, "c": 7}, [0.5, 1.5]), registry({}, [5.0])]
-    said = [count for each in others for count in decode_samples(encode_msgpack(samples_of_registry(each)))]
-    found = CollectorRegistry()
-    found.register(SummingCollector(mine, said))
-    assert shown(found) == {
+    peer_samples = [count for each in others for count in decode_samples(encode_msgpack(samples_of_registry(each)))]
+    merged = CollectorRegistry()
+    merged.register(SummingCollector(local, peer_samples))
+    assert sample_values(merged) == {
         'hits_total{by="a"}': 2.0,
         'hits_total{by="b"}': 13.0,
         'hits_total{by="c"}': 7.0,
@@ -46,16 +46,16 @@ def test_what_processes_count_is_added_up() -> None:
         "seconds_count": 4.0,
         "seconds_sum": 7.5,
     }
-    assert shown(mine)['hits_total{by="b"}'] == 3.0
+    assert sample_values(local)['hits_total{by="b"}'] == 3.0
 
 
-def test_a_lone_process_shows_its_own() -> None:
-    mine, found = registry({"a": 2}, [0.5]), CollectorRegistry()
-    found.register(SummingCollector(mine, []))
-    assert shown(found) == shown(mine)
+def test_summing_collector_without_peers_shows_local_counts() -> None:
+    local, merged = registry({"a": 2}, [0.5]), CollectorRegistry()
+    merged.register(SummingCollector(local, []))
+    assert sample_values(merged) == sample_values(local)
 
 
-def test_the_last_answers_of_several_are_one_list() -> None:
+def test_answer_summaries_of_processes_are_merged() -> None:
     def answers(*begun: int) -> list[dict[str, object]]:
         return [{"id": str(at), "created": at, "wall_ms": 100.0} for at in begun]
 
@@ -67,29 +67,29 @@ def test_the_last_answers_of_several_are_one_list() -> None:
 
     one = {"data": answers(9, 4), "remembered": 2, "tenants": [tenant("x", 1, 0)], "other_tenants": 0}
     two = {"data": answers(7, 5), "remembered": 8, "tenants": [tenant("y", 0, 30), tenant("x", 2, 0)]}
-    found = merge_answer_summaries([one, two | {"other_tenants": 0}], 3)
-    assert [each["id"] for each in found["data"]] == ["9", "7", "5"]
-    assert (found["remembered"], found["other_tenants"]) == (10, 0)
-    y, x = found["tenants"]
+    merged = merge_answer_summaries([one, two | {"other_tenants": 0}], 3)
+    assert [each["id"] for each in merged["data"]] == ["9", "7", "5"]
+    assert (merged["remembered"], merged["other_tenants"]) == (10, 0)
+    y, x = merged["tenants"]
     assert (y["name"], x["name"]) == ("y", "x")
     assert (x["requests"], x["open"], x["computed_tokens"], x["weight"]) == (6, 3, 20, 2.0)
     assert x["share"] + y["share"] == 1.0
 
 
-def test_metrics_of_several_are_told_apart() -> None:
+def test_labeling_collector_labels_each_part() -> None:
     """The parts are models in one process, or replicas whose metrics arrive as text."""
     parts = {"one": registry({"a": 2}, [0.5]), "two": registry({"a": 3, "b": 1}, [1.5])}
     texts = {name: generate_latest(each).decode() for name, each in parts.items()}
     read = {name: partial(text_string_to_metric_families, text) for name, text in texts.items()}
     for collected in ({name: each.collect for name, each in parts.items()}, read):
-        found = CollectorRegistry()
-        found.register(LabelingCollector("replica", collected))
-        assert shown(found) == {
+        labeled = CollectorRegistry()
+        labeled.register(LabelingCollector("replica", collected))
+        assert sample_values(labeled) == {
             f'{name.removesuffix("}") + "," if "{" in name else name + "{"}replica="{part}"}}': value
             for part, each in parts.items()
-            for name, value in shown(each).items()
+            for name, value in sample_values(each).items()
         }
-        text = generate_latest(found).decode()
+        text = generate_latest(labeled).decode()
         assert text.count("# TYPE hits_total counter") == 1
     alone = CollectorRegistry()
     alone.register(LabelingCollector("", {"one": parts["one"].collect}))

@@ -18,7 +18,7 @@ from tests.server.fake import FakeEngine, hashed
 BODY = {"prompt": "Hello", "max_tokens": 6}
 
 
-async def test_a_request_id_comes_back_and_a_strange_one_is_replaced(api: Api) -> None:
+async def test_valid_request_id_is_echoed_and_invalid_is_replaced(api: Api) -> None:
     response = await api.http.get("/version", headers={"X-Request-Id": "my-id:1"})
     assert response.headers["x-request-id"] == "my-id:1"
     for strange in ("", "a b", "x" * 200, 'a"b', "a\tb"):
@@ -32,28 +32,33 @@ async def test_a_request_id_comes_back_and_a_strange_one_is_replaced(api: Api) -
     assert safe_request_id(None) != safe_request_id(None)
 
 
-async def test_an_answer_is_explained_by_either_id(api: Api) -> None:
+async def test_explain_accepts_answer_id_and_request_id(api: Api) -> None:
     answer = await api.http.post("/v1/completions", json=BODY | {"n": 2}, headers={"X-Request-Id": "mine"})
     name = answer.json()["id"]
-    found = (await api.http.get(f"/v1/requests/{name}/explain")).json()
-    assert found == (await api.http.get("/v1/requests/mine/explain")).json()
-    assert (found["id"], found["request_id"], found["state"], found["status"]) == (name, "mine", "ended", 200)
+    explanation = (await api.http.get(f"/v1/requests/{name}/explain")).json()
+    assert explanation == (await api.http.get("/v1/requests/mine/explain")).json()
+    assert (explanation["id"], explanation["request_id"], explanation["state"], explanation["status"]) == (
+        name,
+        "mine",
+        "ended",
+        200,
+    )
     assert name == "cmpl-mine"
-    assert [each["id"] for each in found["sequences"]] == [each.id for each in api.engine.seen]
-    assert {each["finish_reason"] for each in found["sequences"]} == {"length"}
-    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
+    assert [each["id"] for each in explanation["sequences"]] == [each.id for each in api.engine.seen]
+    assert {each["finish_reason"] for each in explanation["sequences"]} == {"length"}
+    assert sum(explanation["phases_ms"].values()) == pytest.approx(explanation["wall_ms"], rel=0.05)
     again = await api.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
     latest = (await api.http.get("/v1/requests/mine/explain")).json()
     assert latest["id"] == again.json()["id"]
 
 
-async def test_an_unknown_one_is_404_in_openai_s_shape(api: Api) -> None:
+async def test_explain_unknown_id_returns_openai_404(api: Api) -> None:
     response = await api.http.get("/v1/requests/cmpl-none/explain")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "request_not_found"
 
 
-async def test_only_the_last_are_kept() -> None:
+async def test_explain_keeps_last_request_history_entries() -> None:
     async with open_api(FakeEngine(hashed(b"abc")), request_history=2) as api:
         names = [(await api.post("/v1/completions", BODY))["id"] for _ in range(4)]
         codes = [(await api.http.get(f"/v1/requests/{name}/explain")).status_code for name in names]
@@ -65,19 +70,19 @@ async def test_only_the_last_are_kept() -> None:
         assert api.engine.owner.history.ended_timelines == api.engine.owner.history.open_timelines == []
 
 
-async def test_tenants_see_their_own_alone() -> None:
+async def test_explain_shows_only_requests_of_same_tenant() -> None:
     async with open_api(FakeEngine(hashed(b"abc")), api_key=["one", "two"]) as api:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-        theirs = {**two, "X-Request-Id": "shared"}
+        two_with_id = {**two, "X-Request-Id": "shared"}
         name = (await api.http.post("/v1/completions", json=BODY, headers={**one, "X-Request-Id": "shared"})).json()
-        other = (await api.http.post("/v1/completions", json=BODY, headers=theirs)).json()
-        mine = (await api.http.get("/v1/requests/shared/explain", headers=one)).json()
-        assert mine["id"] == name["id"], "the same X-Request-Id of another key hides nothing"
+        other = (await api.http.post("/v1/completions", json=BODY, headers=two_with_id)).json()
+        explanation_of_one = (await api.http.get("/v1/requests/shared/explain", headers=one)).json()
+        assert explanation_of_one["id"] == name["id"], "the same X-Request-Id of another key hides nothing"
         assert name["id"] == other["id"] == "cmpl-shared"
         first, second = (each.id for each in api.engine.seen)
         for headers, sequence in ((one, first), (two, second)):
-            found = (await api.http.get("/v1/requests/cmpl-shared/explain", headers=headers)).json()
-            assert [each["id"] for each in found["sequences"]] == [sequence]
+            explanation = (await api.http.get("/v1/requests/cmpl-shared/explain", headers=headers)).json()
+            assert [each["id"] for each in explanation["sequences"]] == [sequence]
         job = first.removesuffix("-0")
         assert (await api.http.get(f"/v1/requests/{job}/explain", headers=one)).status_code == 200
         for path in (job, first):
@@ -85,7 +90,7 @@ async def test_tenants_see_their_own_alone() -> None:
         assert (await api.http.get(f"/v1/requests/{name['id']}/explain")).status_code == 401
 
 
-def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
+def test_batch_mate_visibility_ignores_request_ids() -> None:
     tenant = Tenant("one", b"", RateLimits(None, None))
     request_log = RequestLog(1)
     for job, name in (("cmpl-a", "first"), ("cmpl-b", "cmpl-a")):
@@ -101,7 +106,7 @@ def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
     )
 
 
-def test_what_is_kept_of_long_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_history_bounds_steps_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.core.request_history.MAX_STEPS_PER_REQUEST", 10)
     monkeypatch.setattr("quire.engine.core.request_history.MAX_TOTAL_STEPS", 25)
     history = RequestHistory(max_ended=4)
@@ -130,7 +135,7 @@ def record(number: int, began: float, ended: float, chunks: list[tuple[str, int,
     return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, tuple(chunks), tuple(out))
 
 
-def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
+def test_phases_of_preempted_and_replayed_request_equal_hand_count() -> None:
     clock = 0.0
     history = RequestHistory(clock=lambda: clock)
     history.record_submission(request("a"))
@@ -145,9 +150,9 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
     history.record_step([token], record(1, 15.0, 16.0, [("a", 0, 6)]))
     clock = 17.5
     history.record_step([EngineCoreOutput("a", [7], finish_reason="stop")], record(2, 16.0, 17.0, []))
-    (found,) = history.ended_timelines
-    assert found.id == "a"
-    assert found.phase_seconds(99.0) == {
+    (timeline,) = history.ended_timelines
+    assert timeline.id == "a"
+    assert timeline.phase_seconds(99.0) == {
         "queued": 2.0,
         "prefill": 2.0,
         "decode": 2.0 + 1.0 + 1.0,
@@ -156,9 +161,9 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
         "recovering": 4.0,
         "delivery": 0.5,
     }
-    assert sum(found.phase_seconds(99.0).values()) == 17.5
-    assert (found.count_phase("preempted"), found.count_phase("recovering"), found.output_tokens) == (1, 1, 5)
-    assert [(step.engine_number, step.record.number) for step in found.steps] == [
+    assert sum(timeline.phase_seconds(99.0).values()) == 17.5
+    assert (timeline.count_phase("preempted"), timeline.count_phase("recovering"), timeline.output_tokens) == (1, 1, 5)
+    assert [(step.engine_number, step.record.number) for step in timeline.steps] == [
         (0, 1),
         (0, 2),
         (0, 3),
@@ -169,7 +174,7 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
     assert history.open_timelines == []
 
 
-def test_what_an_explanation_costs_is_bounded() -> None:
+def test_explanation_bounds_steps_and_batch_mates() -> None:
     """The answer has many sequences, in large batches that differ from step to step."""
     history, ids = RequestHistory(), [f"cmpl-a-{i}" for i in range(64)]
     for each in ids:
@@ -183,16 +188,16 @@ def test_what_an_explanation_costs_is_bounded() -> None:
             history.end_request(each, "stop")
     looked_up: list[str] = []
     call = RequestRecord("x", "POST", "/v1/completions", None, internal_id="cmpl-a")
-    found = explain_request(call, history, lambda name: not looked_up.append(name))
-    batches = [batch for sequence in found["sequences"] for batch in sequence["batches"]]
+    explanation = explain_request(call, history, lambda name: not looked_up.append(name))
+    batches = [batch for sequence in explanation["sequences"] for batch in sequence["batches"]]
     assert sum(batch["steps"] for batch in batches) <= MAX_STEPS
-    assert all(sum(b["steps"] for b in s["batches"]) + s["steps_not_listed"] == 600 for s in found["sequences"])
+    assert all(sum(b["steps"] for b in s["batches"]) + s["steps_not_listed"] == 600 for s in explanation["sequences"])
     assert len(looked_up) <= MAX_BATCH_MATES
     assert all(len(batch["mates"]) + batch["other_mates"] == 163 for batch in batches)
     assert len(batches[0]["mates"]) == 163
 
 
-def test_steps_in_a_row_share_one_tuple_of_their_requests() -> None:
+def test_consecutive_steps_share_request_ids_tuple() -> None:
     history = RequestHistory()
     for name in "ab":
         history.record_submission(request(name))

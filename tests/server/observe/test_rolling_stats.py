@@ -14,12 +14,12 @@ SPANS = st.lists(st.one_of(st.sampled_from([*TOKEN_BUCKETS, 0.0, 81.0]), st.floa
 
 
 @given(st.lists(SPANS, max_size=4))
-def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[list[float]]) -> None:
+def test_bulk_histogram_equals_prometheus_histogram(batches: list[list[float]]) -> None:
     name, text = "vllm:inter_token_latency_seconds", "Seconds."
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
-    histogram = Histogram(name, text, ("model_name", "engine"), buckets=TOKEN_BUCKETS, registry=theirs)
+    expected, actual = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram(name, text, ("model_name", "engine"), buckets=TOKEN_BUCKETS, registry=expected)
     spans = BulkHistogram(name, text, "m", TOKEN_BUCKETS)
-    ours.register(spans)
+    actual.register(spans)
     child = histogram.labels("m", ENGINE_LABEL)
     for batch in batches:
         spans.observe_sorted(sorted(batch))
@@ -31,10 +31,10 @@ def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[li
         sums = [float(line.split()[-1]) for line in lines if "_sum" in line]
         return [line for line in lines if "_sum" not in line], [round(each, 9) for each in sums]
 
-    assert read(ours) == read(theirs)
+    assert read(actual) == read(expected)
 
 
-def test_spans_that_wait_to_be_counted_are_in_what_is_read() -> None:
+def test_pending_token_gaps_are_counted_on_read() -> None:
     client = EngineClient(FakeEngine(lambda request, position: 1))
     metrics = Metrics(client, "m", 64, {})
     metrics.rolling_stats.record_token_gap(0.03)

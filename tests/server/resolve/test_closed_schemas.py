@@ -30,7 +30,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("path", "body"), FIELDS)
-async def test_a_schema_is_closed_in_every_field_unless_the_operator_wants_its_letter(
+async def test_disable_additional_properties_flag_applies_to_every_schema_field(
     path: str, body: dict[str, Any]
 ) -> None:
     for close in (True, False):
@@ -41,16 +41,16 @@ async def test_a_schema_is_closed_in_every_field_unless_the_operator_wants_its_l
             assert "X-Schema-Open" not in answer.headers
 
 
-async def test_what_stays_open_is_named() -> None:
+async def test_x_schema_open_header_names_schema_left_open() -> None:
     async with speaker(ONE) as api:
         answer = await api.http.post(PATH, json={"messages": HELLO, "structured_outputs": {"json": UNDECIDED}})
     assert answer.headers["X-Schema-Open"] == "structured_outputs"
 
 
-async def test_a_request_closes_objects_on_a_server_that_keeps_the_letter() -> None:
-    asked = {"json": SCHEMA, "disable_additional_properties": True}
+async def test_request_can_disable_additional_properties() -> None:
+    structured_outputs = {"json": SCHEMA, "disable_additional_properties": True}
     async with speaker(ONE, disable_additional_properties=False) as api:
-        answer = await api.http.post(PATH, json={"messages": HELLO, "structured_outputs": asked})
+        answer = await api.http.post(PATH, json={"messages": HELLO, "structured_outputs": structured_outputs})
         assert "x-ignored-params" not in answer.headers
         assert '"additionalProperties": false' in api.engine.seen[-1].params.grammar.text
 
@@ -65,7 +65,7 @@ async def test_a_request_closes_objects_on_a_server_that_keeps_the_letter() -> N
         ({"type": "integer", "multipleOf": 2**53 + 1}, "properties.a.multipleOf: 9007199254740993"),
     ],
 )
-async def test_a_number_that_would_be_rounded_is_refused_by_name(value: Any, place: str) -> None:
+async def test_schema_number_beyond_double_is_rejected_by_path(value: Any, place: str) -> None:
     schema = {"type": "object", "properties": {"a": value}}
     async with speaker(ONE) as api:
         error = (await api.post(PATH, {"messages": HELLO, "guided_json": schema}, 400))["error"]
@@ -73,7 +73,7 @@ async def test_a_number_that_would_be_rounded_is_refused_by_name(value: Any, pla
     assert error["param"] == "guided_json"
 
 
-async def test_numbers_that_are_exact_and_unknown_formats_are_taken() -> None:
+async def test_exact_schema_numbers_and_unknown_formats_are_accepted() -> None:
     values: list[Any] = [{"const": 2**60}, {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, {"format": "path"}]
     async with speaker(ONE) as api:
         for value in values:
@@ -81,7 +81,7 @@ async def test_numbers_that_are_exact_and_unknown_formats_are_taken() -> None:
             await api.post(PATH, {"messages": HELLO, "guided_json": schema})
 
 
-def test_programs_have_the_same_schemas() -> None:
+def test_structured_outputs_params_close_and_check_schemas() -> None:
     assert '"additionalProperties": false' in StructuredOutputsParams(json=SCHEMA).as_grammar().text
     letter = StructuredOutputsParams(json=SCHEMA, disable_additional_properties=False)
     assert "additionalProperties" not in letter.as_grammar().text

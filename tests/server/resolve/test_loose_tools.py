@@ -65,13 +65,13 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.mark.few(4)
 @pytest.mark.parametrize("more", REQUESTS, ids=["beside a strict one", "required", "named", "beside a format"])
 @pytest.mark.parametrize("name", CASES)
-async def test_a_tool_that_nobody_asked_to_hold_refuses_no_request(name: str, more: dict[str, Any]) -> None:
+async def test_unsupported_schema_of_non_strict_tool_is_accepted(name: str, more: dict[str, Any]) -> None:
     async with speaker(ONE) as api:
         await api.post(PATH, {"messages": HELLO, **more, "tools": [*more["tools"], *TOOLS, CASES[name]]})
         assert api.engine.seen[-1].params.grammar is not None
 
 
-async def test_some_odd_tools_at_once_and_the_others_are_held() -> None:
+async def test_only_unsupported_tool_schemas_are_weakened() -> None:
     tools = [HELD, *TOOLS]
     for index, tool in enumerate(islice(CASES.values(), 8)):
         tools.append({**tool, "function": {**tool["function"], "name": f"odd_{index}"}})
@@ -80,13 +80,13 @@ async def test_some_odd_tools_at_once_and_the_others_are_held() -> None:
         assert answer.status_code == 200
         grammar = api.engine.seen[-1].params.grammar.text
         assert '"city": {"type": "string"}' in grammar
-    told = answer.headers["X-Schema-Weakened"].split(", ")
+    weakened = answer.headers["X-Schema-Weakened"].split(", ")
     look_ahead = 3 + list(CASES).index("a look-ahead")
-    assert f"tools[{look_ahead}].function.parameters" in told
-    assert "tools[1].function.parameters" not in told
+    assert f"tools[{look_ahead}].function.parameters" in weakened
+    assert "tools[1].function.parameters" not in weakened
 
 
-async def test_the_case_of_the_report() -> None:
+async def test_weakened_schema_keeps_supported_keywords() -> None:
     other = {"p": {"type": "string", "format": "path"}, "s": {**ODD["uniqueItems"]}}
     async with speaker(ONE) as api:
         await api.post(PATH, {"messages": HELLO, "tools": [HELD, function("mcp", **other)]})
@@ -95,7 +95,7 @@ async def test_the_case_of_the_report() -> None:
     assert "uniqueItems" not in grammar
 
 
-async def test_a_strict_tool_is_refused_by_name() -> None:
+async def test_unsupported_schema_of_strict_tool_is_rejected_by_path() -> None:
     async with speaker(ONE) as api:
         tools = [function("mcp", **ODD), strict(function("wrong", x={"const": 2**60 + 1}))]
         error = (await api.post(PATH, {"messages": HELLO, "tools": tools}, 400))["error"]
@@ -107,9 +107,9 @@ async def test_a_strict_tool_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("level", range(WEAKEST_LEVEL + 1))
 @pytest.mark.parametrize("name", CASES)
-def test_a_weaker_schema_is_at_least_one_that_allows_an_object(name: str, level: int) -> None:
-    found = weaken_schema(CASES[name]["function"]["parameters"], level)
-    assert found["type"] == "object"
+def test_weakened_schema_is_object_schema_that_compiles(name: str, level: int) -> None:
+    schema = weaken_schema(CASES[name]["function"]["parameters"], level)
+    assert schema["type"] == "object"
     if level >= 2:
-        source = LLMatcher.grammar_from_json_schema(json.dumps(found))
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         assert not LLMatcher(LLTokenizer("byte"), source, log_level=0).is_error()

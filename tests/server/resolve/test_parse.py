@@ -45,7 +45,7 @@ CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
         (ResponsesRequest, {"tools": [{"type": "custom"}]}, "tools[0].name: Field required"),
     ],
 )
-def test_members_of_unions_are_not_named(model: Any, body: dict[str, Any], said: str) -> None:
+def test_validation_error_names_field_without_union_members(model: Any, body: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         validate_body({"messages": HI, "max_tokens": 5, **body}, model)
     assert said in refused.value.message
@@ -61,12 +61,12 @@ def test_members_of_unions_are_not_named(model: Any, body: dict[str, Any], said:
         (MessagesRequest, {"tools": [{"type": "bash_20250124"}]}, "tools[0].type: tools of type bash_20250124 are"),
     ],
 )
-def test_no_message_is_in_pydantics_words(model: Any, body: dict[str, Any], said: str) -> None:
+def test_validation_error_avoids_pydantic_wording(model: Any, body: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         validate_body({"messages": HI, "max_tokens": 5, **body}, model)
     assert refused.value.message.startswith(said)
 
 
-def test_functions_of_old_are_told_what_to_use() -> None:
+def test_legacy_functions_error_points_to_tools() -> None:
     with pytest.raises(InvalidRequest, match="functions is not supported: use tools"):
         validate_body({"messages": HI, "functions": [{"name": "f"}]}, ChatRequest).check_params_and_list_ignored()

@@ -32,7 +32,7 @@ def prompt_of(api: Api) -> str:
     return byte_level_tokenizer().tokenizer.decode(ids, skip_special_tokens=False)
 
 
-async def test_the_last_message_is_continued(api: Api) -> None:
+async def test_continue_final_message_leaves_last_turn_open(api: Api) -> None:
     await api.post(PATH, {"messages": TALK, "continue_final_message": True})
     assert prompt_of(api) == "<|im_start|>user\nWrite<|im_end|>\n<|im_start|>assistant\nOnce upon "
     await api.post(PATH, {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False})
@@ -48,14 +48,14 @@ async def test_the_last_message_is_continued(api: Api) -> None:
     [{}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template_kwargs": {"a": 1}},
      {"chat_template": "{{ messages[0].content }}{{ b }}", "chat_template_kwargs": {"b": "é"}}],
 )  # fmt: skip
-async def test_tokenize_writes_what_a_chat_would(fields: dict[str, Any]) -> None:
+async def test_tokenize_renders_same_prompt_as_chat(fields: dict[str, Any]) -> None:
     async with open_api(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as api:
         await api.post(PATH, {"messages": TALK, **fields})
-        told = await api.post("/tokenize", {"messages": TALK, **fields})
-        assert told["tokens"] == api.engine.seen[-1].prompt_ids
+        tokenized = await api.post("/tokenize", {"messages": TALK, **fields})
+        assert tokenized["tokens"] == api.engine.seen[-1].prompt_ids
 
 
-async def test_what_a_template_does_not_read_is_named() -> None:
+async def test_unread_template_variables_are_reported_as_ignored() -> None:
     fields = {"messages": TALK, "documents": [{"text": "x"}], "chat_template_kwargs": {"a1": 1, "messages_left": 2}}
     reads = "{{ documents }}{{ a1 }}{{ messages_left }}{{ messages }}"
     async with open_api(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as api:
@@ -66,7 +66,7 @@ async def test_what_a_template_does_not_read_is_named() -> None:
         assert "x-ignored-params" not in response.headers
 
 
-async def test_tokenize_refuses_what_a_chat_does(api: Api) -> None:
+async def test_tokenize_rejects_same_template_fields_as_chat(api: Api) -> None:
     for fields, param in (
         ({"messages": TALK[:1], "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),
@@ -79,7 +79,9 @@ async def test_tokenize_refuses_what_a_chat_does(api: Api) -> None:
     ("fields", "message"),
     [({"messages": TALK[:1]}, "an assistant's"), ({"messages": TALK, "add_generation_prompt": True}, "exclude")],
 )
-async def test_what_cannot_be_continued(api: Api, fields: dict[str, Any], message: str) -> None:
+async def test_continue_final_message_rejects_user_turn_and_generation_prompt(
+    api: Api, fields: dict[str, Any], message: str
+) -> None:
     error = (await api.post(PATH, {**fields, "continue_final_message": True}, 400))["error"]
     assert error["param"] == "continue_final_message"
     assert message in error["message"]
@@ -88,30 +90,30 @@ async def test_what_cannot_be_continued(api: Api, fields: dict[str, Any], messag
 @pytest.mark.few(8)
 @pytest.mark.parametrize("template", [CHATML, TRIMS, *(path.read_text(encoding="utf-8") for path in REAL)])
 @pytest.mark.parametrize("final", ["Once upon", "Once upon ", " a\n\n", "x"])
-def test_a_message_is_continued_as_transformers_does(template: str, final: str) -> None:
+def test_continued_message_equals_transformers(template: str, final: str) -> None:
     talk = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": final}]
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     renderer = ChatRenderer({"default": template}, special)
 
-    def ours() -> str:
+    def render() -> str:
         return renderer.render(talk, add_generation_prompt=False, continue_final_message=True)
 
     try:
-        (wanted,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True, **special)
+        (expected,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True, **special)
     except Exception:  # Quire adapts the messages
-        assert ours().rstrip().endswith(final.strip())
+        assert render().rstrip().endswith(final.strip())
     else:
-        assert ours() == wanted
+        assert render() == expected
 
 
-def test_a_template_that_drops_the_message_says_so() -> None:
+def test_continue_raises_when_template_drops_message() -> None:
     with pytest.raises(InvalidRequest, match="does not show"):
         ChatRenderer({"default": "{{ messages[0].content }}"}, {}).render(TALK, continue_final_message=True)
 
 
-async def test_a_request_may_bring_a_template_where_the_operator_allows_it() -> None:
-    mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    body = {"messages": TALK, "chat_template": mine}
+async def test_request_chat_template_requires_trust_flag() -> None:
+    custom_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    body = {"messages": TALK, "chat_template": custom_template}
     async with open_api(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as api:
         await api.post(PATH, body)
         assert prompt_of(api) == "[Write][Once upon ]"
@@ -127,7 +129,7 @@ async def test_a_request_may_bring_a_template_where_the_operator_allows_it() -> 
         await api.post(PATH, {**body, "chat_template": None})
 
 
-def words() -> Named:
+def word_piece_tokenizer() -> Named:
     """Like BERT's: a word outside the vocabulary is one unknown token, however long it is; white space is dropped."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "b": 3}, unk_token="[UNK]")
@@ -138,7 +140,7 @@ def words() -> Named:
 
 
 TOKENIZERS = [
-    *(byte_level_tokenizer(), sentence_piece_tokenizer(), words()),
+    *(byte_level_tokenizer(), sentence_piece_tokenizer(), word_piece_tokenizer()),
     *(Named("demo", Tokenizer.from_pretrained(ROOT / "quire" / "configs" / "demo")), *real_tokenizers()),
 ]
 
@@ -148,12 +150,12 @@ def model_of(tokenizer: Tokenizer, context: int) -> ServedModel:
 
 
 @given(st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60), st.integers(1, 5 * SLICE_CHARACTERS))
-def test_slices_are_the_text(piece: str, length: int) -> None:
+def test_split_into_slices_preserves_text_within_bounds(piece: str, length: int) -> None:
     text = (piece * (length // len(piece) + 1))[:length]
-    found = list(split_into_slices(text))
-    assert "".join(found) == text
-    assert all(len(each) <= SLICE_CHARACTERS for each in found)
-    assert all(len(each) >= SLICE_CHARACTERS // 2 for each in found[:-1])
+    slices = list(split_into_slices(text))
+    assert "".join(slices) == text
+    assert all(len(each) <= SLICE_CHARACTERS for each in slices)
+    assert all(len(each) >= SLICE_CHARACTERS // 2 for each in slices[:-1])
 
 
 @pytest.mark.few(2)
@@ -163,7 +165,7 @@ def test_slices_are_the_text(piece: str, length: int) -> None:
     st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60) | st.text(min_size=1, max_size=9),
     st.integers(SLICE_CHARACTERS + 1, 6 * SLICE_CHARACTERS),
 )
-def test_only_what_cannot_fit_is_refused_before_it_is_tokenized(named: Named, piece: str, length: int) -> None:
+def test_only_text_beyond_context_is_rejected_before_tokenizing(named: Named, piece: str, length: int) -> None:
     text = (piece * (length // len(piece) + 1))[:length].encode(errors="replace").decode()
     ids = named.tokenizer.encode_batch([text], add_special_tokens=False)[0]
     check_text_fits(model_of(named.tokenizer, len(ids)), text, "prompt")
@@ -173,7 +175,7 @@ def test_only_what_cannot_fit_is_refused_before_it_is_tokenized(named: Named, pi
             check_text_fits(model_of(named.tokenizer, len(ids) * 2 // 3), text, "prompt")
 
 
-def test_a_long_text_costs_no_more_than_the_context() -> None:
+def test_overlong_text_is_rejected_after_tokenizing_bounded_part() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     asked: list[int] = []
 

@@ -99,7 +99,9 @@ def matches(grammar: Grammar, text: str, tokenizer: Tokenizer | None = None) -> 
 
 
 @pytest.mark.parametrize(("asked", "fits", "fits_not"), GOOD, ids=lambda value: str(value)[:40])
-async def test_the_engine_gets_the_grammar(api: Api, asked: dict[str, Any], fits: str, fits_not: str) -> None:
+async def test_structured_output_fields_become_engine_grammar(
+    api: Api, asked: dict[str, Any], fits: str, fits_not: str
+) -> None:
     answer = await api.http.post("/v1/chat/completions", json=CHAT | asked)
     assert answer.status_code == 200, answer.text
     assert "X-Ignored-Params" not in answer.headers
@@ -118,9 +120,7 @@ async def test_free_text_has_no_grammar(api: Api, asked: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("asked", "param"), BAD, ids=lambda value: str(value)[:60])
-async def test_what_cannot_be_done_is_refused_before_the_engine_hears_of_it(
-    api: Api, asked: dict[str, Any], param: str
-) -> None:
+async def test_invalid_grammar_returns_400_before_reaching_engine(api: Api, asked: dict[str, Any], param: str) -> None:
     before = len(api.engine.seen)
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})):
         content = json.dumps(body | asked | {"stream": path.endswith("chat/completions")})
@@ -132,13 +132,13 @@ async def test_what_cannot_be_done_is_refused_before_the_engine_hears_of_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", [CHAIN, ENDLESS], ids=["crashes", "never ends"])
-async def test_what_kills_the_compiler_is_a_refusal_too(api: Api, schema: dict[str, Any]) -> None:
+async def test_grammar_that_crashes_or_hangs_compiler_returns_400(api: Api, schema: dict[str, Any]) -> None:
     error = await api.post("/v1/chat/completions", CHAT | {"guided_json": schema}, status=400)
     assert error["error"]["param"] == "guided_json"
     await api.post("/v1/chat/completions", CHAT | {"guided_json": SCHEMA | {"title": str(len(schema))}})
 
 
-async def test_workers_start_when_they_are_needed_and_survive_a_cancelled_check() -> None:
+async def test_grammar_workers_start_lazily_and_recover_after_cancelled_check() -> None:
     source = ServedModelSpec(ServerConfig(), byte_level_tokenizer().tokenizer, vocab_size=320, sampling_defaults={})
     workers = WorkerPool(source, launch_process=FORKED)
     checker = GrammarChecker(workers)
@@ -166,7 +166,7 @@ async def test_workers_start_when_they_are_needed_and_survive_a_cancelled_check(
 @pytest.mark.parametrize(
     "grammar", [json_grammar(SCHEMA), Grammar("regex", '\\{"a": 1\\}'), Grammar("lark", 'start: "{" x\nx: /"a": 1}/')]
 )
-def test_the_grammar_begins_after_the_thinking(marks: tuple[str, str], grammar: Grammar) -> None:
+def test_thinking_grammar_applies_after_reasoning(marks: tuple[str, str], grammar: Grammar) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     begin, end = marks
     format = ReasoningFormat("think", begin, end)
@@ -184,23 +184,23 @@ def test_the_grammar_begins_after_the_thinking(marks: tuple[str, str], grammar: 
     assert not matches(either, f"{begin}hm{answer}")
 
 
-async def test_a_thinking_models_answer_is_constrained_after_the_thinking() -> None:
+async def test_chat_grammar_applies_after_reasoning() -> None:
     template = "{{ messages[-1]['content'] }}{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
     async with open_api(FakeEngine(scripted(b"ok", 258), eos=[258]), chat_template=template) as api:
-        asked = CHAT | {"guided_json": SCHEMA}
-        await api.post("/v1/chat/completions", asked | {"chat_template_kwargs": {"enable_thinking": True}})
+        body = CHAT | {"guided_json": SCHEMA}
+        await api.post("/v1/chat/completions", body | {"chat_template_kwargs": {"enable_thinking": True}})
         grammar = api.engine.seen[-1].params.grammar
         assert grammar is not None
         assert matches(grammar, 'well</think>\n\n{"a": 1}')
         assert not matches(grammar, '{"a": 1}')
 
 
-def test_a_request_with_a_grammar_crosses_the_wire() -> None:
+def test_sampling_params_with_grammar_survive_msgpack() -> None:
     params = SamplingParams(grammar=json_grammar(SCHEMA))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
-def test_a_start_does_not_pay_for_grammars() -> None:
+def test_importing_app_does_not_import_llguidance() -> None:
     script = "import sys, quire.server.app; print('llguidance' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr

@@ -52,7 +52,7 @@ THINKING: list[tuple[str, dict[str, Any], bool]] = [
 @pytest.mark.few(12)
 @pytest.mark.parametrize(("path", "body", "thinks"), THINKING)
 @pytest.mark.parametrize("name", SWITCHES)
-async def test_thinking_is_switched_by_the_variable_that_the_template_has(
+async def test_thinking_fields_of_every_api_set_template_variable(
     name: str, path: str, body: dict[str, Any], thinks: bool
 ) -> None:
     async with speaker("x", chat_template=CHATML + SWITCHES[name]) as api:
@@ -66,7 +66,7 @@ WORDS = [("minimal", "low"), ("low", "low"), ("medium", "high"), ("high", "high"
 
 
 @pytest.mark.parametrize(("effort", "word"), WORDS)
-async def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str, word: str) -> None:
+async def test_effort_rejected_by_template_becomes_nearest_accepted(effort: str, word: str) -> None:
     """Tencent's Hy3 and Kimi K3 reject efforts that the APIs have: each was a 400."""
     effort_of = "{{ 'EFFORT=' ~ reasoning_effort }}"
     async with speaker("x", chat_template=CHATML + SWITCHES["reasoning_effort"] + effort_of) as api:
@@ -78,13 +78,13 @@ async def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str
             assert f"EFFORT={word}" in prompt(api)
 
 
-def test_a_variable_that_changes_nothing_is_no_switch() -> None:
+def test_template_variable_without_effect_is_no_thinking_switch() -> None:
     template = CHATML + "{% set thinking = 1 %}{{ '' if enable_thinking else '' }}"
     assert not ThinkingSwitch.from_template(ChatRenderer({"default": template}, {}), template).is_switchable
 
 
 @pytest.mark.parametrize(("path", "body", "name"), LIMITS)
-async def test_a_limit_of_minus_one_is_none_and_one_beyond_the_context_is_clipped(
+async def test_max_tokens_minus_one_is_unlimited_and_excess_is_clipped(
     path: str, body: dict[str, Any], name: str
 ) -> None:
     async with speaker("x") as api:
@@ -101,14 +101,14 @@ async def test_a_limit_of_minus_one_is_none_and_one_beyond_the_context_is_clippe
         assert "too large" in (await api.http.post(path, json={**body, name: 100_000})).text
 
 
-async def test_a_prediction_is_a_hint() -> None:
+async def test_prediction_field_is_reported_as_ignored() -> None:
     async with speaker("x") as api:
         body = {"messages": HELLO, "prediction": {"type": "content", "content": "x"}}
         assert (await api.http.post(PATH, json=body)).headers["X-Ignored-Params"] == "prediction"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-async def test_allowed_tools_are_those_that_the_model_sees(mode: str) -> None:
+async def test_allowed_tools_restrict_tools_in_prompt(mode: str) -> None:
     names = [{"type": "function", "function": {"name": "weather"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
     async with speaker(ONE) as api:
@@ -133,7 +133,7 @@ async def test_allowed_tools_are_those_that_the_model_sees(mode: str) -> None:
         (r'root ::= "\\u00e9"', r"\u00e9"),
     ],
 )
-def test_escapes_of_gbnf_stand_for_characters(text: str, good: str) -> None:
+def test_gbnf_escapes_match_characters(text: str, good: str) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     matcher = GrammarCompiler(make_grammar_vocabulary(tokenizer, 259, [258])).new_matcher(Grammar("lark", text))
     for token in tokenizer.encode(good, add_special_tokens=False):
@@ -142,7 +142,7 @@ def test_escapes_of_gbnf_stand_for_characters(text: str, good: str) -> None:
 
 
 @pytest.mark.parametrize("text", [r'root ::= "\ud800"', r'root ::= "\U00110000"'])
-def test_an_escape_that_is_no_character_is_refused(text: str) -> None:
+def test_invalid_gbnf_escape_is_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest):
         GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 259, [258])).new_matcher(
             Grammar("lark", text)

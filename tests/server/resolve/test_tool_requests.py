@@ -71,7 +71,7 @@ def prompt(api: Api) -> str:
     return bytes(token for token in api.engine.seen[-1].prompt_ids if token < 256).decode()
 
 
-async def test_parallel_calls_whole() -> None:
+async def test_response_contains_parallel_calls() -> None:
     async with speaker("Let me see.\n" + TWO) as api:
         answer = await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS)
         (choice,) = answer.choices
@@ -84,7 +84,7 @@ async def test_parallel_calls_whole() -> None:
         assert '"name": "weather"' in prompt(api)
 
 
-async def test_calls_without_content_have_null() -> None:
+async def test_calls_without_content_have_null_content() -> None:
     async with speaker(ONE) as api:
         whole = await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
     (choice,) = whole["choices"]
@@ -93,7 +93,7 @@ async def test_calls_without_content_have_null() -> None:
     assert call == {"id": call["id"], "type": "function", "function": {"name": "weather", "arguments": ROME}}
 
 
-async def test_streamed_calls_come_as_openai_sends_them() -> None:
+async def test_streamed_call_deltas_follow_openai_format() -> None:
     async with speaker("Hm.\n" + TWO) as api:
         events = await api.events(PATH, {"messages": HELLO, "tools": TOOLS})
     choices = [event["choices"][0] for event in events]
@@ -111,9 +111,9 @@ async def test_streamed_calls_come_as_openai_sends_them() -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 
-async def test_the_sdk_folds_a_stream_to_the_whole_answer() -> None:
-    asked: dict[str, Any] = {"model": "second", "messages": HELLO, "tools": TOOLS}
-    async with speaker(TWO) as api, api.openai.chat.completions.stream(**asked) as stream:
+async def test_openai_sdk_assembles_streamed_calls() -> None:
+    request: dict[str, Any] = {"model": "second", "messages": HELLO, "tools": TOOLS}
+    async with speaker(TWO) as api, api.openai.chat.completions.stream(**request) as stream:
         events = [event async for event in stream]
         answer = await stream.get_final_completion()
     assert calls_of(answer.choices[0].message) == EXPECTED
@@ -122,7 +122,7 @@ async def test_the_sdk_folds_a_stream_to_the_whole_answer() -> None:
     assert [(event.name, event.arguments) for event in done] == EXPECTED
 
 
-async def test_a_turn_with_results_goes_to_the_template() -> None:
+async def test_tool_results_reach_template() -> None:
     async with speaker("It is 20 degrees.") as api:
         call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ROME}}
         turns = [
@@ -135,7 +135,7 @@ async def test_a_turn_with_results_goes_to_the_template() -> None:
         assert "call_1=weather(Rome)call_1" in prompt(api)
 
 
-async def test_arguments_that_are_no_json_stay_text() -> None:
+async def test_invalid_json_arguments_reach_template_as_text() -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
     )
@@ -146,14 +146,14 @@ async def test_arguments_that_are_no_json_stay_text() -> None:
             assert prompt(api) == arguments
 
 
-async def test_tokenize_counts_tools() -> None:
+async def test_tokenize_includes_tools() -> None:
     async with speaker("x") as api:
         answer = await api.post("/tokenize", {"messages": HELLO, "tools": TOOLS})
         await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
         assert answer["tokens"] == api.engine.seen[-1].prompt_ids
 
 
-async def test_without_parallel_tool_calls_the_first_is_kept() -> None:
+async def test_parallel_tool_calls_false_keeps_only_first_call() -> None:
     async with speaker(TWO) as api:
         body = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
         whole = await api.post(PATH, body)
@@ -166,7 +166,7 @@ async def test_without_parallel_tool_calls_the_first_is_kept() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": None}])
-async def test_without_tools_all_is_content(more: dict[str, Any]) -> None:
+async def test_call_markup_is_content_without_tools(more: dict[str, Any]) -> None:
     async with speaker(ONE) as api:
         whole = await api.post(PATH, {"messages": HELLO, **more})
         assert whole["choices"][0]["message"]["content"] == ONE
@@ -175,7 +175,7 @@ async def test_without_tools_all_is_content(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("length", [5, 30, 45, 50, 70, len(ONE)])
-async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
+async def test_call_cut_by_max_tokens_has_finish_reason_length(length: int) -> None:
     async with speaker(ONE) as api:
         body = {"messages": HELLO, "tools": TOOLS, "max_tokens": length}
         whole = await api.post(PATH, body)
@@ -187,7 +187,7 @@ async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
     assert all(ROME.startswith(call["function"]["arguments"]) for call in calls)
 
 
-def test_what_one_step_brings_comes_in_order() -> None:
+def test_chat_writer_orders_reasoning_content_and_calls_of_step() -> None:
     """With several tokens per step, content and the call after it are in one delta."""
     tokenizer = byte_level_tokenizer().tokenizer
     named = {"identity": AnswerIdentity(id="id"), "caller": Caller(), "model": "m"}
@@ -202,14 +202,14 @@ def test_what_one_step_brings_comes_in_order() -> None:
     assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 4 + ["tool_calls"]
 
 
-async def test_an_answer_that_ends_inside_a_call_does_not_claim_calls() -> None:
+async def test_incomplete_call_has_finish_reason_stop() -> None:
     async with speaker(ONE[:50]) as api:
         whole = await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
     assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ROME[: 50 - ONE.index(ROME)]
     assert whole["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_thinking_comes_before_calls() -> None:
+async def test_reasoning_is_separated_from_calls() -> None:
     text = f"<think>\nA <tool_call>?\n</think>\n\n{ONE}"
     async with speaker(text, reasoning_parser="think") as api:
         body = {"messages": HELLO, "tools": TOOLS, "n": 2, "logprobs": True}
@@ -220,9 +220,9 @@ async def test_thinking_comes_before_calls() -> None:
         assert choice["message"]["content"] is None
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ROME
         assert len(choice["logprobs"]["content"]) == len(text.encode())
-        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
-        assert sum(len((one["logprobs"] or {}).get("content", [])) for one in mine) == len(text.encode())
-        assert "".join(one["delta"].get("reasoning", "") for one in mine) == "A <tool_call>?"
+        streamed = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert sum(len((one["logprobs"] or {}).get("content", [])) for one in streamed) == len(text.encode())
+        assert "".join(one["delta"].get("reasoning", "") for one in streamed) == "A <tool_call>?"
 
 
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -247,7 +247,7 @@ ODD = {"type": "object", "properties": {"x": {"type": "strange"}}}
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "tool_calls[0].function"),
     ],
 )  # fmt: skip
-async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_tools_are_rejected_with_param(more: dict[str, Any], param: str, says: str) -> None:
     async with speaker("x") as api:
         error = (await api.post(PATH, {"messages": HELLO, **more}, 400))["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -270,7 +270,7 @@ async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, s
         ),
     ],
 )
-async def test_a_schema_that_cannot_be_compiled_is_named(path: str, body: dict[str, Any], named: str) -> None:
+async def test_uncompilable_tool_schema_is_rejected_by_path(path: str, body: dict[str, Any], named: str) -> None:
     """The error never names the grammar that is built from all tools."""
     async with speaker("x") as api:
         error = (await api.post(path, {**body, "tool_choice": "required"}, 400))["error"]
@@ -279,18 +279,18 @@ async def test_a_schema_that_cannot_be_compiled_is_named(path: str, body: dict[s
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
-async def test_a_template_that_knows_no_tools_has_them_described_in_the_system_message(choice: Any) -> None:
-    given = [{"role": "system", "content": "Be brief."}, *HELLO]
+async def test_tools_are_described_in_system_message_if_template_lacks_tools(choice: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     async with speaker(ONE, chat_template=CHATML) as api:
-        response = await api.http.post(PATH, json={"messages": given, "tools": TOOLS, "tool_choice": choice})
+        response = await api.http.post(PATH, json={"messages": messages, "tools": TOOLS, "tool_choice": choice})
         assert "x-ignored-params" not in response.headers
-        (made,) = response.json()["choices"]
-        assert made["finish_reason"] == "tool_calls"
+        (result,) = response.json()["choices"]
+        assert result["finish_reason"] == "tool_calls"
         assert prompt(api).startswith("system\nBe brief.\n\n"), "the caller's comes first"
         assert prompt(api).count("system\n") == 1
         for tool in TOOLS:
             assert json.dumps(tool["function"]["name"]) in prompt(api)
-        turns = [*given, made["message"], {"role": "tool", "tool_call_id": "x", "content": "20 degrees"}]
+        turns = [*messages, result["message"], {"role": "tool", "tool_call_id": "x", "content": "20 degrees"}]
         await api.post(PATH, {"messages": turns, "tools": TOOLS})
         assert prompt(api).endswith(
             f'assistant\n<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>\n'
@@ -300,7 +300,7 @@ async def test_a_template_that_knows_no_tools_has_them_described_in_the_system_m
         assert "weather" not in prompt(api)
 
 
-async def test_an_operator_can_switch_tools_off_and_is_named_the_flag_that_switches_them_on() -> None:
+async def test_tools_are_rejected_with_flag_hint_when_parser_is_none() -> None:
     async with speaker(ONE, tool_call_parser="none") as api:
         with pytest.raises(BadRequestError, match="--tool-call-parser auto"):
             await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS)
@@ -309,7 +309,7 @@ async def test_an_operator_can_switch_tools_off_and_is_named_the_flag_that_switc
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("length", [1, 12, 25])
-async def test_a_forced_call_that_is_cut_before_its_name_is_whole_is_no_content(length: int) -> None:
+async def test_forced_call_cut_before_name_leaves_content_empty(length: int) -> None:
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": length}
     async with speaker(ONE) as api:
         whole = await api.post(PATH, body)
@@ -320,7 +320,7 @@ async def test_a_forced_call_that_is_cut_before_its_name_is_whole_is_no_content(
     assert not any(event["choices"][0]["delta"].get("content") for event in events)
 
 
-async def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:
+async def test_strict_tools_have_grammar_with_tool_choice_auto() -> None:
     tools = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
     async with speaker("x") as api:
         response = await api.http.post(PATH, json={"messages": HELLO, "tools": tools})
@@ -337,7 +337,7 @@ async def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:
     ["required", {"type": "function", "function": {"name": "weather"}}, {"function": {"name": "weather"}}],
     ids=["required", "named", "named without type"],
 )
-async def test_a_call_that_must_be_made_has_a_grammar(choice: Any) -> None:
+async def test_required_or_named_tool_choice_has_grammar(choice: Any) -> None:
     async with speaker(ONE) as api:
         whole = await api.post(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice})
         assert whole["choices"][0]["finish_reason"] == "tool_calls"
@@ -348,7 +348,7 @@ async def test_a_call_that_must_be_made_has_a_grammar(choice: Any) -> None:
         assert ("clock" in grammar.text) is (choice == "required")
 
 
-async def test_a_format_leaves_the_model_free_to_call() -> None:
+async def test_response_format_grammar_combines_with_tools() -> None:
     schema = {"type": "object", "properties": {"mood": {"type": "string"}}}
     body = {
         "messages": HELLO,
@@ -366,11 +366,11 @@ async def test_a_format_leaves_the_model_free_to_call() -> None:
         assert (await api.post(PATH, {**body, "tools": wrong}, 400))["error"]["param"] == "tools"
 
 
-async def test_special_tokens_that_mark_calls_are_read_and_others_dropped() -> None:
+async def test_special_tokens_that_mark_calls_are_parsed_and_others_dropped() -> None:
     tokenizer = make_tokenizer(special=True, chat_template=HERMES)
     ids = tokenizer.encode(f"a[ARGS]b{ONE}[ARGS]")
     assert any(tokenizer.id_to_token(token_id) == "<tool_call>" for token_id in ids)
-    async with served(tokenizer, ids) as http:
+    async with serve_token_ids(tokenizer, ids) as http:
         answer = (await http.post(PATH, json={"messages": HELLO, "tools": TOOLS})).json()
         message = answer["choices"][0]["message"]
         assert (message["content"], message["tool_calls"][0]["function"]["arguments"]) == ("ab", ROME)
@@ -379,10 +379,10 @@ async def test_special_tokens_that_mark_calls_are_read_and_others_dropped() -> N
 
 
 @pytest.mark.parametrize("name", ["minimind", "qwen2.5"])
-async def test_real_tokenizers_and_their_templates(name: str) -> None:
+async def test_real_tokenizers_and_templates_yield_calls_and_reasoning(name: str) -> None:
     tokenizer = Tokenizer.from_pretrained(shared("tokenizers") / name)
     thought = "hm é\n</think>\n\n" if name == "minimind" else ""
-    async with served(tokenizer, tokenizer.encode(f"{thought}Ah.\n{TWO}", add_special_tokens=False)) as http:
+    async with serve_token_ids(tokenizer, tokenizer.encode(f"{thought}Ah.\n{TWO}", add_special_tokens=False)) as http:
         body = {"messages": HELLO, "tools": TOOLS, "chat_template_kwargs": {"open_thinking": True}}
         answer = (await http.post(PATH, json=body)).json()
     (choice,) = answer["choices"]
@@ -396,7 +396,7 @@ async def test_real_tokenizers_and_their_templates(name: str) -> None:
 
 
 @asynccontextmanager
-async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.AsyncClient]:
+async def serve_token_ids(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.AsyncClient]:
     """A server whose model answers with these tokens."""
     engine = FakeEngine(scripted(ids, tokenizer.eos_token_ids[0]), eos=tokenizer.eos_token_ids, max_model_len=2048)
     config = ServerConfig(served_model_name=["m"])
@@ -463,7 +463,7 @@ bodies = st.fixed_dictionaries(
     body=bodies,
     burst=st.integers(1, 5),
 )
-async def test_the_whole_answer_is_the_fold_of_the_streamed_one(
+async def test_streamed_chat_assembles_to_whole_response(
     name: str, begin: str, parts: list[str], calls: bool, body: dict[str, Any], burst: int
 ) -> None:
     text = begin + "".join(parts) + (TWO_CALLS[name] if calls else "")

@@ -62,7 +62,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
         yield Api(client.engine_core, app, http, openai)  # type: ignore[arg-type]
 
 
-def asked(name: str, **more: Any) -> dict[str, Any]:
+def completion_body(name: str, **more: Any) -> dict[str, Any]:
     return {"model": name, "prompt": "a tale of " * 5, "max_tokens": 12, "temperature": 0, "logprobs": 1, **more}
 
 
@@ -73,14 +73,14 @@ async def load(api: Api, name: str, path: Path | str, status: int = 200, **more:
     return response.text
 
 
-async def error(api: Api, path: str, body: dict[str, Any], status: int) -> dict[str, Any]:
+async def post_error(api: Api, path: str, body: dict[str, Any], status: int) -> dict[str, Any]:
     return dict((await api.post(path, body, status))["error"])
 
 
-async def test_names_come_and_go(model: Path, folders: list[Path]) -> None:
+async def test_lora_adapters_load_replace_and_unload(model: Path, folders: list[Path]) -> None:
     async with serving(model, lora_modules=[f"first={folders[0]}"]) as api:
-        plain = (await api.post(COMPLETIONS, asked("tiny")))["choices"][0]
-        first = (await api.post(COMPLETIONS, asked("first")))["choices"][0]
+        plain = (await api.post(COMPLETIONS, completion_body("tiny")))["choices"][0]
+        first = (await api.post(COMPLETIONS, completion_body("first")))["choices"][0]
         assert first["logprobs"] != plain["logprobs"]
         assert await load(api, "second", folders[1]) == "Success: LoRA adapter 'second' added successfully."
         cards = (await api.http.get("/v1/models")).json()["data"]
@@ -90,45 +90,48 @@ async def test_names_come_and_go(model: Path, folders: list[Path]) -> None:
             ("second", "tiny"),
         ]
         assert (await api.http.get("/v1/models/second")).json()["parent"] == "tiny"
-        second = await api.post(COMPLETIONS, asked("second"))
+        second = await api.post(COMPLETIONS, completion_body("second"))
         assert second["model"] == "second"
         assert second["choices"][0]["logprobs"] != first["logprobs"]
-        other = await error(api, LOAD, {"lora_name": "second", "lora_path": str(folders[2])}, 400)
+        other = await post_error(api, LOAD, {"lora_name": "second", "lora_path": str(folders[2])}, 400)
         assert "other content" in other["message"]
         await load(api, "second", folders[1])  # the same content again
         await load(api, "second", folders[2], load_inplace=True)
-        third = (await api.post(COMPLETIONS, asked("second")))["choices"][0]
+        third = (await api.post(COMPLETIONS, completion_body("second")))["choices"][0]
         assert third["logprobs"] != second["choices"][0]["logprobs"]
         prints = [
-            (await api.post(COMPLETIONS, asked(name)))["system_fingerprint"] for name in ("tiny", "first", "second")
+            (await api.post(COMPLETIONS, completion_body(name)))["system_fingerprint"]
+            for name in ("tiny", "first", "second")
         ]
         assert len({*prints, second["system_fingerprint"]}) == 4
         assert all(each.endswith("_deterministic") for each in prints)
-        assert (await api.post(COMPLETIONS, asked("second")))["choices"][0] == third  # its prefix is cached now
-        assert (await api.post(COMPLETIONS, asked("tiny")))["choices"][0] == plain
+        assert (await api.post(COMPLETIONS, completion_body("second")))["choices"][
+            0
+        ] == third  # its prefix is cached now
+        assert (await api.post(COMPLETIONS, completion_body("tiny")))["choices"][0] == plain
         response = await api.http.post(UNLOAD, json={"lora_name": "second"})
         assert response.text == "Success: LoRA adapter 'second' removed successfully."
-        assert (await error(api, COMPLETIONS, asked("second"), 404))["code"] == "model_not_found"
-        assert (await error(api, UNLOAD, {"lora_name": "second"}, 404))["param"] == "lora_name"
+        assert (await post_error(api, COMPLETIONS, completion_body("second"), 404))["code"] == "model_not_found"
+        assert (await post_error(api, UNLOAD, {"lora_name": "second"}, 404))["param"] == "lora_name"
 
 
-async def test_cached_prefixes_are_an_adapters_own(model: Path, folders: list[Path]) -> None:
+async def test_cached_prefixes_are_shared_only_by_equal_adapters(model: Path, folders: list[Path]) -> None:
     async with serving(model, lora_modules=[f"first={folders[0]}", f"same={folders[0]}"]) as api:
 
-        async def cached(name: str) -> int:
-            usage = (await api.post(COMPLETIONS, asked(name)))["usage"]
+        async def cached_tokens(name: str) -> int:
+            usage = (await api.post(COMPLETIONS, completion_body(name)))["usage"]
             return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
-        assert [await cached(name) for name in ("tiny", "first")] == [0, 0]
-        assert await cached("same") > 0  # it has the same content
-        before = await cached("first")
+        assert [await cached_tokens(name) for name in ("tiny", "first")] == [0, 0]
+        assert await cached_tokens("same") > 0  # it has the same content
+        before = await cached_tokens("first")
         assert before > 0
         await load(api, "first", folders[1], load_inplace=True)
-        assert await cached("first") == 0
+        assert await cached_tokens("first") == 0
 
 
 @pytest.mark.slow
-async def test_together_with_all_else(model: Path, folders: list[Path]) -> None:
+async def test_adapter_outputs_are_equal_alone_and_batched(model: Path, folders: list[Path]) -> None:
     """Structured outputs, choices, beam search, chat and prompt logprobs give what they give alone, whatever runs
     meanwhile.
     """
@@ -152,7 +155,7 @@ async def test_together_with_all_else(model: Path, folders: list[Path]) -> None:
 
     async def answer(api: Api, kind: str, name: str) -> Any:
         path, more = kinds[kind]
-        body = {key: value for key, value in asked(name, **more).items() if value is not None}
+        body = {key: value for key, value in completion_body(name, **more).items() if value is not None}
         return (await api.post(path, body))["choices"]
 
     async with serving(model, lora_modules=modules) as api:
@@ -167,7 +170,9 @@ async def test_together_with_all_else(model: Path, folders: list[Path]) -> None:
 
 
 @pytest.mark.slow
-async def test_refused(model: Path, folders: list[Path], tmp_path: Path) -> None:
+async def test_unauthorized_or_invalid_adapter_loads_are_rejected(
+    model: Path, folders: list[Path], tmp_path: Path
+) -> None:
     allowed = tmp_path / "allowed"
     allowed.mkdir()
     async with serving(model, allowed_lora_paths=[str(allowed)], api_key=["user"], admin_api_key=["root"]) as api:
@@ -177,16 +182,16 @@ async def test_refused(model: Path, folders: list[Path], tmp_path: Path) -> None
             denied = await api.http.post(path, json=body, headers={"Authorization": "Bearer user"})
             assert denied.status_code == 403
         api.http.headers["Authorization"] = "Bearer root"
-        told = await error(api, LOAD, body, 400)
-        assert told["param"] == "lora_path"
-        assert told["code"] == "invalid_adapter"
-        assert "--allowed-lora-paths" in told["message"]
+        error_body = await post_error(api, LOAD, body, 400)
+        assert error_body["param"] == "lora_path"
+        assert error_body["code"] == "invalid_adapter"
+        assert "--allowed-lora-paths" in error_body["message"]
         for name in ("", "tiny", "a\nb", " x", "y" * 300):
-            assert (await error(api, LOAD, {**body, "lora_name": name}, 400))["param"] == "lora_name"
-        assert (await error(api, LOAD, {"lora_name": "x"}, 400))["param"] == "lora_path"
-        assert (await api.post(COMPLETIONS, asked("tiny")))["choices"]
+            assert (await post_error(api, LOAD, {**body, "lora_name": name}, 400))["param"] == "lora_name"
+        assert (await post_error(api, LOAD, {"lora_name": "x"}, 400))["param"] == "lora_path"
+        assert (await api.post(COMPLETIONS, completion_body("tiny")))["choices"]
     async with serving(model, enable_lora=False) as api:
-        assert "--enable-lora" in (await error(api, LOAD, body, 400))["message"]
+        assert "--enable-lora" in (await post_error(api, LOAD, body, 400))["message"]
     for modules, told_of in (
         ([f"x={tmp_path}"], "adapter_config.json"),
         (["x"], "NAME=PATH"),
@@ -198,28 +203,28 @@ async def test_refused(model: Path, folders: list[Path], tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_vectors(model: Path, folders: list[Path]) -> None:
+async def test_adapter_embeddings_are_distinct_and_unchanged_by_prefix_cache(model: Path, folders: list[Path]) -> None:
     async with serving(model, runner="pooling", lora_modules=[f"a{index}={folders[index]}" for index in (0, 1)]) as api:
-        found = [
+        embeddings = [
             (await api.post("/v1/embeddings", {"model": name, "input": "a tale of " * 9}))["data"][0]["embedding"]
             for name in ("tiny", "a0", "a1", "a0", "tiny")
         ]
-    assert found[3:] == [found[1], found[0]]
-    assert len({str(each) for each in found}) == 3
+    assert embeddings[3:] == [embeddings[1], embeddings[0]]
+    assert len({str(each) for each in embeddings}) == 3
 
 
 @pytest.mark.slow
-async def test_loads_are_explained(model: Path, folders: list[Path]) -> None:
+async def test_explain_reports_adapter_load_of_first_request_only(model: Path, folders: list[Path]) -> None:
     """The explanation names the step before which the adapter was put into its slot. An adapter that is there is not
     put again.
     """
     async with serving(model, lora_modules=[f"a0={folders[0]}"]) as api:
         loads = []
         for name in ("one", "two"):
-            response = await api.http.post(COMPLETIONS, json=asked("a0"), headers={"X-Request-Id": name})
+            response = await api.http.post(COMPLETIONS, json=completion_body("a0"), headers={"X-Request-Id": name})
             assert response.status_code == 200
-            told = (await api.http.get(f"/v1/requests/{response.json()['id']}/explain")).json()
-            (sequence,) = told["sequences"]
+            explanation = (await api.http.get(f"/v1/requests/{response.json()['id']}/explain")).json()
+            (sequence,) = explanation["sequences"]
             loads.append(sequence["adapter_loads"])
             first = sequence["batches"][0]
     ((load,), none) = loads
@@ -230,20 +235,20 @@ async def test_loads_are_explained(model: Path, folders: list[Path]) -> None:
 
 
 @pytest.mark.slow
-async def test_kept_for_the_next_start(model: Path, folders: list[Path], tmp_path: Path) -> None:
+async def test_loaded_adapters_survive_restart_with_data_dir(model: Path, folders: list[Path], tmp_path: Path) -> None:
     """Adapters that were loaded at run time come back with the content that they had then."""
-    kept = {"data_dir": str(tmp_path / "data")}
-    own = save_adapter(tmp_path / "own", AutoModelForCausalLM.from_pretrained(model), 4, seed=9)
-    async with serving(model, lora_modules=[f"fixed={folders[0]}"], **kept) as api:
-        await load(api, "mine", own)
+    storage = {"data_dir": str(tmp_path / "data")}
+    adapter_path = save_adapter(tmp_path / "own", AutoModelForCausalLM.from_pretrained(model), 4, seed=9)
+    async with serving(model, lora_modules=[f"fixed={folders[0]}"], **storage) as api:
+        await load(api, "mine", adapter_path)
         await load(api, "gone", folders[1])
         await api.http.post(UNLOAD, json={"lora_name": "gone"})
-        before = (await api.post(COMPLETIONS, asked("mine")))["choices"]
+        before = (await api.post(COMPLETIONS, completion_body("mine")))["choices"]
     for path, mode in (("data", 0o700), ("data/adapters", 0o700), ("data/adapters.json", 0o600)):
         assert (tmp_path / path).stat().st_mode & 0o777 == mode
-    save_adapter(own, AutoModelForCausalLM.from_pretrained(model), 4, seed=10)
-    async with serving(model, **kept) as api:
+    save_adapter(adapter_path, AutoModelForCausalLM.from_pretrained(model), 4, seed=10)
+    async with serving(model, **storage) as api:
         assert [card["id"] for card in (await api.http.get("/v1/models")).json()["data"]] == ["tiny", "mine"]
-        assert (await api.post(COMPLETIONS, asked("mine")))["choices"] == before
-    async with serving(model, max_lora_rank=2, **kept) as api:  # it no longer fits, and is left out
+        assert (await api.post(COMPLETIONS, completion_body("mine")))["choices"] == before
+    async with serving(model, max_lora_rank=2, **storage) as api:  # it no longer fits, and is left out
         assert [card["id"] for card in (await api.http.get("/v1/models")).json()["data"]] == ["tiny"]

@@ -33,7 +33,7 @@ def body(found: Any, request: Any) -> dict[str, Any]:
     return {**common, **request["body"]}
 
 
-def of_message(text: str) -> tuple[list[Call], int, int]:
+def read_message_stream(text: str) -> tuple[list[Call], int, int]:
     """Return the calls in a stream of /v1/messages, the number of prompt tokens, and how many of them were cached."""
     message = anthropic.folded(anthropic.named_events(text))
     calls = [(block["name"], block["input"]) for block in message["content"] if block["type"] == "tool_use"]
@@ -41,7 +41,7 @@ def of_message(text: str) -> tuple[list[Call], int, int]:
     return calls, message["usage"]["input_tokens"] + hits, hits
 
 
-def of_response(text: str) -> tuple[list[Call], int, int]:
+def read_response_stream(text: str) -> tuple[list[Call], int, int]:
     """The same for /v1/responses."""
     response = openai_responses.folded(openai_responses.events_of(text))
     calls: list[Call] = []
@@ -54,7 +54,7 @@ def of_response(text: str) -> tuple[list[Call], int, int]:
     return calls, usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
 
 
-def of_chat(text: str) -> tuple[list[Call], int, int]:
+def read_chat_stream(text: str) -> tuple[list[Call], int, int]:
     """The same for /v1/chat/completions."""
     *chunks, done = parse_events(text)
     assert done == "[DONE]"
@@ -71,9 +71,9 @@ def of_chat(text: str) -> tuple[list[Call], int, int]:
 
 
 READERS: dict[str, Callable[[str], tuple[list[Call], int, int]]] = {
-    "/v1/messages": of_message,
-    "/v1/responses": of_response,
-    "/v1/chat/completions": of_chat,
+    "/v1/messages": read_message_stream,
+    "/v1/responses": read_response_stream,
+    "/v1/chat/completions": read_chat_stream,
 }
 
 
@@ -83,7 +83,7 @@ def scripted_calls(text: str) -> list[Call]:
     return [(call["name"], call["arguments"]) for call in map(json.loads, parts)]
 
 
-async def play(api: Api, found: Any) -> list[tuple[list[Call], float]]:
+async def replay_requests(api: Api, found: Any) -> list[tuple[list[Call], float]]:
     """Send every request of a record; each must be accepted. Return the calls of each turn's answer, and the share of
     its prompt that was cached. Requests without tools ask for a title of the conversation, and are no turns.
     """
@@ -98,31 +98,31 @@ async def play(api: Api, found: Any) -> list[tuple[list[Call], float]]:
     return turns
 
 
-def test_there_are_records() -> None:
+def test_agent_records_exist() -> None:
     assert {"claude_code", "codex", "codex_patches", "opencode", "qwen_code"} <= set(AGENTS)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_every_turn_is_accepted_and_found_in_the_cache(agent: str) -> None:
-    found = record(agent)
-    engine = ScriptedEngine(found["script"])
+async def test_agent_turns_are_accepted_and_reuse_cached_prefix(agent: str) -> None:
+    agent_record = record(agent)
+    engine = ScriptedEngine(agent_record["script"])
     async with open_api(engine, chat_template=TEMPLATE, tool_call_parser="hermes", reasoning_parser="think") as api:
-        turns = await play(api, found)
-    said = [text for text in found["script"] if text]
-    assert [calls for calls, _ in turns] == [scripted_calls(text) for text in said]
-    assert len(said[0]) > 20
+        turns = await replay_requests(api, agent_record)
+    answers = [text for text in agent_record["script"] if text]
+    assert [calls for calls, _ in turns] == [scripted_calls(text) for text in answers]
+    assert len(answers[0]) > 20
     assert all(share >= 0.9 for _, share in turns[1:]), [share for _, share in turns]
 
 
-async def share_found_again(agent: str, source: str) -> float:
+async def shared_prefix_ratio(agent: str, source: str) -> float:
     """Return the share of the second turn's prompt that the first turn's prompt begins with, as a template renders
     both.
     """
-    found = record(agent)
-    requests = [{**body(found, each), "model": NAME} for each in found["requests"]]
+    agent_record = record(agent)
+    requests = [{**body(agent_record, each), "model": NAME} for each in agent_record["requests"]]
     async with open_api(ScriptedEngine(["x"]), chat_template=source) as api:
-        for sent, request in zip(requests, found["requests"], strict=True):
+        for sent, request in zip(requests, agent_record["requests"], strict=True):
             answer = await api.http.post(request["path"], json=sent)
             assert answer.status_code == 200, answer.text
         first, second = [
@@ -134,47 +134,47 @@ async def share_found_again(agent: str, source: str) -> float:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["Qwen3.5-4B", "unsloth-mistral-Devstral-Small-2507"])
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_real_templates_take_the_turns_too(agent: str, template: str) -> None:
+async def test_published_templates_keep_prefix_across_agent_turns(agent: str, template: str) -> None:
     """Claude Code sends a system message after the user's, which Qwen's template rejects."""
     source = (shared("templates") / f"{template}.jinja").read_text(encoding="utf-8")
-    assert await share_found_again(agent, source) >= 0.9
+    assert await shared_prefix_ratio(agent, source) >= 0.9
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["GLM-4.7-Flash", "Kimi-K2-Instruct", "MiniMax-M3", "Reka-Edge"])
-async def test_claude_code_keeps_its_prefix_with_more_real_templates(template: str) -> None:
+async def test_claude_code_keeps_prefix_with_more_published_templates(template: str) -> None:
     source = (shared("templates") / f"{template}.jinja").read_text(encoding="utf-8")
-    assert await share_found_again("claude_code", source) >= 0.9
+    assert await shared_prefix_ratio("claude_code", source) >= 0.9
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["openai_list", "element_names", "python_dict", "fenced"])
-async def test_claude_code_keeps_its_prefix_however_calls_are_written(template: str) -> None:
-    assert await share_found_again("claude_code", OWN[template]) >= 0.9
+async def test_claude_code_keeps_prefix_with_any_call_syntax(template: str) -> None:
+    assert await shared_prefix_ratio("claude_code", OWN[template]) >= 0.9
 
 
-async def test_what_is_no_content_of_a_request_changes_no_token_and_a_date_is_content() -> None:
+async def test_cache_marks_and_billing_lines_change_no_prompt_token() -> None:
     """Cache marks, the billing line and the user's id change from request to request, and mean nothing to the model. A
     date does: it stays where the caller put it, and all text before it is found in the cache.
     """
 
-    def asked(day: int, mark: int, *texts: str) -> dict[str, Any]:
+    def make_body(day: int, mark: int, *texts: str) -> dict[str, Any]:
         """The cache mark is on one of the user's texts; the date is in the last system text."""
         billing = f"x-anthropic-billing-header: cc_version=2.1.{day}.{mark}a; cc_entrypoint=cli; cch={mark}f3;"
-        told = [billing, "You are careful. " * 50, f"Today's date: 2026-11-{day}."]
+        system_texts = [billing, "You are careful. " * 50, f"Today's date: 2026-11-{day}."]
         marks = [{"cache_control": {"type": "ephemeral"}} if at == mark else {} for at in range(len(texts))]
         content = [{"type": "text", "text": text, **each} for text, each in zip(texts, marks, strict=True)]
         return {
             "model": NAME,
             "max_tokens": 1,
             "metadata": {"user_id": f"session-{mark}"},
-            "system": [{"type": "text", "text": text} for text in told],
+            "system": [{"type": "text", "text": text} for text in system_texts],
             "messages": [{"role": "user", "content": content}],
         }
 
     async with open_api(ScriptedEngine(["x"]), chat_template=TEMPLATE) as api:
-        bodies = (asked(22, 0, "One.", "Two."), asked(22, 1, "One.", "Two."), asked(23, 0, "One.", "Two."))
-        for sent in (*bodies, asked(22, 1, "One.", "Two.", "It is now 14:03.")):
+        bodies = (make_body(22, 0, "One.", "Two."), make_body(22, 1, "One.", "Two."), make_body(23, 0, "One.", "Two."))
+        for sent in (*bodies, make_body(22, 1, "One.", "Two.", "It is now 14:03.")):
             answer = await api.http.post("/v1/messages", json=sent)
             assert answer.status_code == 200, answer.text
         first, marked, next_day, later = [each.prompt_ids for each in api.engine.seen]

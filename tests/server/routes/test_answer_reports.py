@@ -58,18 +58,18 @@ def template(name: str) -> str:
     return (shared("templates") / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def said(text: str) -> list[dict[str, Any]]:
+def user_message(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"SAY[[{text}]]END"}]
 
 
-def message_of(parts: list[dict[str, Any]]) -> tuple[str, str, Calls]:
+def parse_blocks(parts: list[dict[str, Any]]) -> tuple[str, str, Calls]:
     """Return reasoning, text and calls of Anthropic's content blocks."""
     texts = {kind: "".join(part[kind] for part in parts if part["type"] == kind) for kind in ("thinking", "text")}
     calls = [(part["name"], part["input"]) for part in parts if part["type"] == "tool_use"]
     return texts["thinking"], texts["text"], calls
 
 
-def items_of(output: list[dict[str, Any]]) -> tuple[str, str, Calls]:
+def parse_items(output: list[dict[str, Any]]) -> tuple[str, str, Calls]:
     texts = {
         kind: "".join(part["text"] for item in output if item["type"] == kind for part in item["content"])
         for kind in ("reasoning", "message")
@@ -78,17 +78,17 @@ def items_of(output: list[dict[str, Any]]) -> tuple[str, str, Calls]:
     return texts["reasoning"], texts["message"], calls
 
 
-def ollama_of(lines: list[dict[str, Any]]) -> tuple[str, str, Calls]:
+def parse_ollama_lines(lines: list[dict[str, Any]]) -> tuple[str, str, Calls]:
     messages = [line["message"] for line in lines]
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or []]
     reasoning = "".join(message.get("thinking", "") for message in messages)
-    found = [(call["name"], call["arguments"]) for call in calls]
-    return reasoning, "".join(message["content"] for message in messages), found
+    named_calls = [(call["name"], call["arguments"]) for call in calls]
+    return reasoning, "".join(message["content"] for message in messages), named_calls
 
 
 async def chat(api: Api, text: str, thinks: bool) -> list[tuple[str, str, Calls]]:
     functions = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("t", "u")]
-    body = {"messages": said(text), "tools": functions, "chat_template_kwargs": {"enable_thinking": thinks}}
+    body = {"messages": user_message(text), "tools": functions, "chat_template_kwargs": {"enable_thinking": thinks}}
     message = (await api.post("/v1/chat/completions", body))["choices"][0]
     assert message["finish_reason"] == "tool_calls"
     message = message["message"]
@@ -106,48 +106,48 @@ async def chat(api: Api, text: str, thinks: bool) -> list[tuple[str, str, Calls]
 
 async def messages(api: Api, text: str, thinks: bool) -> list[tuple[str, str, Calls]]:
     tools = [{"name": name, "input_schema": PARAMETERS} for name in ("t", "u")]
-    body: dict[str, Any] = {"model": NAME, "max_tokens": 500, "messages": said(text), "tools": tools}
+    body: dict[str, Any] = {"model": NAME, "max_tokens": 500, "messages": user_message(text), "tools": tools}
     body["thinking"] = {"type": "adaptive" if thinks else "disabled"}
     whole = await api.post("/v1/messages", body)
     assert whole["stop_reason"] == "tool_use"
     response = await api.http.post("/v1/messages", json={**body, "stream": True})
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
-    return [message_of(whole["content"]), message_of(folded_message(events)["content"])]
+    return [parse_blocks(whole["content"]), parse_blocks(folded_message(events)["content"])]
 
 
 async def responses(api: Api, text: str, thinks: bool) -> list[tuple[str, str, Calls]]:
     tools = [{"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name in ("t", "u")]
-    body = {"model": NAME, "input": said(text), "tools": tools, "store": False}
+    body = {"model": NAME, "input": user_message(text), "tools": tools, "store": False}
     body["reasoning"] = {"effort": "medium" if thinks else "none"}
     whole = await api.post("/v1/responses", body)
     response = await api.http.post("/v1/responses", json={**body, "stream": True})
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    return [items_of(whole["output"]), items_of(folded_response(events)["output"])]
+    return [parse_items(whole["output"]), parse_items(folded_response(events)["output"])]
 
 
 async def ollama(api: Api, text: str, thinks: bool) -> list[tuple[str, str, Calls]]:
     functions = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("t", "u")]
-    body = {"model": NAME, "messages": said(text), "tools": functions, "think": thinks}
+    body = {"model": NAME, "messages": user_message(text), "tools": functions, "think": thinks}
     whole = await api.post("/api/chat", {**body, "stream": False})
     lines = (await api.http.post("/api/chat", json=body)).text.splitlines()
-    return [ollama_of([whole]), ollama_of([json.loads(line) for line in lines])]
+    return [parse_ollama_lines([whole]), parse_ollama_lines([json.loads(line) for line in lines])]
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("ask", [chat, messages, responses, ollama])
 @pytest.mark.parametrize("case", CASES)
-async def test_a_reported_answer_is_read_as_its_model_meant_it(case: str, ask: Any) -> None:
+async def test_reported_answer_parses_as_intended_in_every_api(case: str, ask: Any) -> None:
     name, thinks, text, reasoning, content, calls = CASES[case]
     async with open_api(saying_engine(), chat_template=template(name)) as api:
-        for found in await ask(api, text, thinks):
-            assert found == (reasoning, content, calls)
+        for parsed in await ask(api, text, thinks):
+            assert parsed == (reasoning, content, calls)
 
 
 @pytest.mark.parametrize(
     ("number", "name"),
     [("01", QWEN35), ("08", HERMES), ("09", QWEN35), ("10", QWEN35), ("15", QWEN35), ("18", LLAMA)],
 )
-async def test_the_case_as_it_was_handed_in(number: str, name: str) -> None:
+async def test_reported_request_yields_expected_calls(number: str, name: str) -> None:
     (path,) = shared("cases").glob(f"{number}_*.json")
     body = json.loads(path.read_text(encoding="utf-8"))
     async with open_api(saying_engine(), chat_template=template(name), served_model_name=["say"]) as api:
@@ -164,20 +164,20 @@ async def test_the_case_as_it_was_handed_in(number: str, name: str) -> None:
         assert choice["message"]["content"] == "Answer: two."
 
 
-async def test_what_is_no_object_is_not_lost_where_arguments_are_one() -> None:
+async def test_string_arguments_are_wrapped_where_api_needs_object() -> None:
     text = '<tool_call>\n{"name": "t", "arguments": "Rome, please"}\n</tool_call>'
     tools = [{"name": "t", "input_schema": PARAMETERS}]
-    body = {"model": NAME, "max_tokens": 500, "messages": said(text), "tools": tools}
+    body = {"model": NAME, "max_tokens": 500, "messages": user_message(text), "tools": tools}
     async with open_api(saying_engine(), chat_template=template(HERMES)) as api:
-        found = [message_of((await api.post("/v1/messages", body))["content"]), *await ollama(api, text, False)]
-    assert [calls for _, _, calls in found] == [[("t", {"arguments": "Rome, please"})]] * 3
+        parsed = [parse_blocks((await api.post("/v1/messages", body))["content"]), *await ollama(api, text, False)]
+    assert [calls for _, _, calls in parsed] == [[("t", {"arguments": "Rome, please"})]] * 3
 
 
 @pytest.mark.parametrize("text", ['{"p": "x', '{"p": "x"', '{"p": "x\\'])
-async def test_arguments_that_max_tokens_cuts_off_are_a_beginning(text: str) -> None:
+async def test_arguments_cut_by_max_tokens_are_prefix(text: str) -> None:
     said_text = '<tool_call>{"name": "t", "arguments": ' + text
     functions = [{"type": "function", "function": {"name": "t", "parameters": PARAMETERS}}]
-    body = {"messages": said(said_text + "yyy"), "tools": functions, "max_tokens": len(said_text)}
+    body = {"messages": user_message(said_text + "yyy"), "tools": functions, "max_tokens": len(said_text)}
     async with open_api(saying_engine(), chat_template=template(HERMES)) as api:
         choice = (await api.post("/v1/chat/completions", body))["choices"][0]
     assert choice["finish_reason"] == "length"

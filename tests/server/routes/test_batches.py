@@ -33,9 +33,9 @@ async def keeping(folder: Path, **options: Any) -> AsyncIterator[Api]:
 
 
 def request(name: str, text: str = "Hi", url: str = CHAT, **fields: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"model": NAME, "max_tokens": 8, "seed": 1}
-    given["messages" if url == CHAT else "prompt"] = [{"role": "user", "content": text}] if url == CHAT else text
-    return {"custom_id": name, "method": "POST", "url": url, "body": given | fields}
+    body: dict[str, Any] = {"model": NAME, "max_tokens": 8, "seed": 1}
+    body["messages" if url == CHAT else "prompt"] = [{"role": "user", "content": text}] if url == CHAT else text
+    return {"custom_id": name, "method": "POST", "url": url, "body": body | fields}
 
 
 def jsonl(*lines: Any) -> bytes:
@@ -66,18 +66,18 @@ async def lines_of(api: Api, file_id: str | None) -> dict[str, Any]:
         return {}
     content = await api.openai.files.content(file_id)
     lines = [json.loads(line) for line in content.text.splitlines()]
-    found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines)
-    return found
+    by_id = {line["custom_id"]: line for line in lines}
+    assert len(by_id) == len(lines)
+    return by_id
 
 
-async def test_a_batch_by_the_sdk(tmp_path: Path) -> None:
+async def test_batch_completes_through_openai_sdk(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
-        asked = [request(f"r{number}", f"Text {number}") for number in range(20)]
+        requests = [request(f"r{number}", f"Text {number}") for number in range(20)]
         wrong = request("wrong", temperature="hot")
         batch = await begin(
             api,
-            jsonl(*asked, wrong),
+            jsonl(*requests, wrong),
             metadata={"night": "1"},
             output_expires_after={"anchor": "created_at", "seconds": 3600},
         )
@@ -90,16 +90,16 @@ async def test_a_batch_by_the_sdk(tmp_path: Path) -> None:
         assert ended.usage is not None
         assert ended.usage.output_tokens == 160
         answers, errors = await lines_of(api, ended.output_file_id), await lines_of(api, ended.error_file_id)
-        assert [*answers] == [each["custom_id"] for each in asked], "in the order of the input"
+        assert [*answers] == [each["custom_id"] for each in requests], "in the order of the input"
         assert [*errors] == ["wrong"]
         assert errors["wrong"]["response"]["status_code"] == 400
         assert errors["wrong"]["response"]["body"]["error"]["param"] == "temperature"
-        for each in asked:
+        for each in requests:
             whole = await api.post(CHAT, each["body"])
-            got = answers[each["custom_id"]]
-            assert got["error"] is None
-            assert got["response"]["status_code"] == 200
-            assert got["response"]["body"]["choices"] == whole["choices"]
+            line = answers[each["custom_id"]]
+            assert line["error"] is None
+            assert line["response"]["status_code"] == 200
+            assert line["response"]["body"]["choices"] == whole["choices"]
         output = await api.openai.files.retrieve(ended.output_file_id or "")
         assert output.purpose == "batch_output"
         assert output.expires_at == output.created_at + 3600
@@ -111,7 +111,7 @@ async def test_a_batch_by_the_sdk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses", "/v1/messages"])
-async def test_endpoints(endpoint: str, tmp_path: Path) -> None:
+async def test_batch_supports_every_endpoint(endpoint: str, tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         text = {"role": "user", "content": "Hi"}
         body = {
@@ -142,7 +142,7 @@ async def test_endpoints(endpoint: str, tmp_path: Path) -> None:
         (b"\xff\n" * 3, [(1, "invalid_line", "line"), (2, "invalid_line", "line"), (3, "invalid_line", "line")]),
     ],
 )
-async def test_a_file_with_wrong_lines_fails_whole(content: bytes, errors: list[Any], tmp_path: Path) -> None:
+async def test_batch_fails_whole_when_file_has_invalid_lines(content: bytes, errors: list[Any], tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         ended = await at_its_end(api, (await begin(api, content)).id)
         assert ended.status == "failed"
@@ -151,7 +151,7 @@ async def test_a_file_with_wrong_lines_fails_whole(content: bytes, errors: list[
         assert not api.engine.seen
 
 
-async def test_bounds_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_fails_when_file_exceeds_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_file, "MAX_LINES", 2)
     async with keeping(tmp_path, max_body_size=0.01) as api:
         ended = await at_its_end(api, (await begin(api, jsonl(*map(request, "abc")))).id)
@@ -162,28 +162,28 @@ async def test_bounds_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [each.code for each in (ended.errors and ended.errors.data) or []] == ["too_many_requests"]
 
 
-async def test_a_mark_of_windows_editors_before_the_first_line(tmp_path: Path) -> None:
+async def test_batch_file_may_begin_with_utf8_bom(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         ended = await at_its_end(api, (await begin(api, b"\xef\xbb\xbf" + jsonl(request("a"), request("b")))).id)
         assert {*await lines_of(api, ended.output_file_id)} == {"a", "b"}
 
 
-async def test_a_full_disk_costs_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_takes_no_batch_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(runner, "MAX_OPEN_BATCHES", 2)
     async with keeping(tmp_path) as api:
         file = await upload(api, jsonl(request("a")))
-        asked = {"input_file_id": file.id, "endpoint": CHAT}
+        body = {"input_file_id": file.id, "endpoint": CHAT}
         with monkeypatch.context() as disk:
             disk.setattr(Batches, "add", full)
             for _ in range(3):
-                assert "disk is full" in (await api.post("/v1/batches", asked, 503))["error"]["message"]
-        assert (await at_its_end(api, (await api.post("/v1/batches", asked))["id"])).status == "completed"
+                assert "disk is full" in (await api.post("/v1/batches", body, 503))["error"]["message"]
+        assert (await at_its_end(api, (await api.post("/v1/batches", body))["id"])).status == "completed"
 
 
-async def test_a_batch_waits_for_its_key(tmp_path: Path) -> None:
+async def test_batch_waits_until_api_key_returns(tmp_path: Path) -> None:
     async with keeping(tmp_path, step_seconds=0.02, max_num_seqs=4, api_key=["ka", "kb"]) as api:
         api.http.headers["x-api-key"] = "ka"
         file = await api.http.post(
@@ -201,7 +201,7 @@ async def test_a_batch_waits_for_its_key(tmp_path: Path) -> None:
         assert now["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
 
 
-async def test_what_a_batch_refuses(tmp_path: Path) -> None:
+async def test_invalid_batch_fields_are_rejected(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         file = await upload(api, jsonl(request("a")))
         other = await upload(api, b"x", purpose="user_data")
@@ -212,15 +212,15 @@ async def test_what_a_batch_refuses(tmp_path: Path) -> None:
             ({"metadata": {"a": 5}}, "metadata"),
             ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),
         ):
-            given = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | fields
-            error = (await api.post("/v1/batches", given, 400))["error"]
+            body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | fields
+            error = (await api.post("/v1/batches", body, 400))["error"]
             assert error["param"].startswith(param)
         await api.post("/v1/batches", {"input_file_id": "file-0", "endpoint": CHAT}, 404)
         assert (await api.http.get("/v1/batches/batch_0")).status_code == 404
         assert (await api.http.post("/v1/batches/batch_0/cancel")).status_code == 404
 
 
-async def test_what_is_cancelled_keeps_its_results(tmp_path: Path) -> None:
+async def test_cancelled_batch_keeps_finished_results(tmp_path: Path) -> None:
     async with keeping(tmp_path, step_seconds=0.02, max_num_seqs=2) as api:
         batch = await begin(api, jsonl(*(request(f"r{number}") for number in range(40))))
         async with asyncio.timeout(30):
@@ -245,7 +245,7 @@ async def test_what_is_cancelled_keeps_its_results(tmp_path: Path) -> None:
         await api.openai.files.delete(batch.input_file_id)
 
 
-async def test_what_is_late_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_batch_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow: Any = {"step_seconds": 0.05, "max_num_seqs": 1}
     async with keeping(tmp_path, **slow) as api:
         batch = await begin(api, jsonl(*map(request, "abcdefgh")), completion_window="1m")
@@ -259,12 +259,12 @@ async def test_what_is_late_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert {*errors} | {*await lines_of(api, ended.output_file_id)} == {*"abcdefgh"}
 
 
-async def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
-    asked = [request(f"r{number}", f"Text {number}") for number in range(30)]
+async def test_batch_resumes_after_restart(tmp_path: Path) -> None:
+    requests = [request(f"r{number}", f"Text {number}") for number in range(30)]
     async with keeping(tmp_path / "whole") as api:
-        whole = await lines_of(api, (await at_its_end(api, (await begin(api, jsonl(*asked))).id)).output_file_id)
+        whole = await lines_of(api, (await at_its_end(api, (await begin(api, jsonl(*requests))).id)).output_file_id)
     async with keeping(tmp_path / "cut", step_seconds=0.01, max_num_seqs=3) as api:
-        batch = await begin(api, jsonl(*asked))
+        batch = await begin(api, jsonl(*requests))
         async with asyncio.timeout(30):
             while (await api.openai.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -279,10 +279,10 @@ async def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
     assert choices[0] == choices[1]
 
 
-async def test_no_line_fails_because_the_engine_is_gone(tmp_path: Path) -> None:
-    asked = [request(f"r{number}", f"Text {number}") for number in range(30)]
+async def test_batch_lines_survive_engine_death(tmp_path: Path) -> None:
+    requests = [request(f"r{number}", f"Text {number}") for number in range(30)]
     async with keeping(tmp_path, step_seconds=0.01, max_num_seqs=3) as api:
-        batch = await begin(api, jsonl(*asked))
+        batch = await begin(api, jsonl(*requests))
         await api.engine.sent.wait()
         api.engine.die("the engine could not be restarted")
         await asyncio.sleep(0.3)
@@ -295,7 +295,7 @@ async def test_no_line_fails_because_the_engine_is_gone(tmp_path: Path) -> None:
         assert (ended.status, ended.request_counts.completed) == ("completed", 30)
 
 
-async def test_batches_wait_behind_everything_else(tmp_path: Path) -> None:
+async def test_batch_requests_have_lower_priority_and_separate_tenant(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         await at_its_end(api, (await begin(api, jsonl(request("a", priority=-7)))).id)
         await api.post(CHAT, request("b")["body"])
@@ -304,7 +304,7 @@ async def test_batches_wait_behind_everything_else(tmp_path: Path) -> None:
         assert behind.tenant != live.tenant, "it has a share of its own"
 
 
-async def test_files(tmp_path: Path) -> None:
+async def test_files_upload_read_list_and_delete(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         content = bytes(range(256)) * 9000  # more than what stays in memory
         first = await upload(api, content, "bytes.bin", "user_data")
@@ -332,10 +332,10 @@ async def test_files(tmp_path: Path) -> None:
         assert [each.id async for each in await api.openai.files.list()] == [second.id]
 
 
-async def test_uploads_that_are_refused(tmp_path: Path) -> None:
+async def test_invalid_uploads_are_rejected(tmp_path: Path) -> None:
     async with keeping(tmp_path, max_stored_size=0.001) as api:
         form = {"purpose": (None, "batch"), "file": ("a", b"x")}
-        for given, status, param in (
+        for fields, status, param in (
             ({"purpose": form["purpose"]}, 400, "file"),
             ({"file": form["file"]}, 400, "purpose"),
             (form | {"purpose": (None, "nothing")}, 400, "purpose"),
@@ -351,7 +351,7 @@ async def test_uploads_that_are_refused(tmp_path: Path) -> None:
             (form | {f"more{number}": (None, "x") for number in range(9)}, 400, None),
             (form | {"file": ("a", b"x" * 2_000_000)}, 413, None),
         ):
-            answer = await api.http.post("/v1/files", files=given)  # type: ignore[arg-type]
+            answer = await api.http.post("/v1/files", files=fields)  # type: ignore[arg-type]
             assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
         assert (await api.http.post("/v1/files", json={})).status_code == 400
         strange = await api.http.post("/v1/files", files=form, headers={"Origin": "https://evil.example"})  # type: ignore[arg-type]
@@ -360,7 +360,7 @@ async def test_uploads_that_are_refused(tmp_path: Path) -> None:
         assert not [*(tmp_path / "files").iterdir()]
 
 
-async def test_files_and_batches_are_their_keys_alone(tmp_path: Path) -> None:
+async def test_files_and_batches_are_visible_only_to_same_key(tmp_path: Path) -> None:
     async with keeping(tmp_path, api_key=["ka", "kb"]) as api:
         one, other = (
             openai.AsyncOpenAI(base_url="http://quire/v1", api_key=key, http_client=api.http) for key in ("ka", "kb")
@@ -384,7 +384,7 @@ async def test_files_and_batches_are_their_keys_alone(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_without_a_folder_the_server_says_what_to_set() -> None:
+async def test_files_and_batches_without_data_dir_return_404_with_hint() -> None:
     async with open_api(FakeEngine(hashed(LETTERS))) as api:
         for path in ("/v1/files", "/v1/batches", "/v1/files/a", "/v1/batches/a"):
             answer = await api.http.get(path)

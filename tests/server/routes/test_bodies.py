@@ -48,7 +48,7 @@ async def api() -> AsyncIterator[Api]:
         yield api
 
 
-async def sent(api: Api, path: str, body: dict[str, Any], padding: int) -> tuple[Any, list[Any]]:
+async def post_padded(api: Api, path: str, body: dict[str, Any], padding: int) -> tuple[Any, list[Any]]:
     """Return the response without the fields that change from call to call, and the engine's requests."""
     before = len(api.engine.seen)
     response = await api.http.post(path, content=json.dumps(body).encode() + b" " * padding, headers=JSON)
@@ -68,22 +68,22 @@ JSON = {"content-type": "application/json"}
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("path", "body"), GOOD, ids=lambda value: str(value)[:50])
-async def test_what_is_asked_does_not_depend_on_where_it_is_read(api: Api, path: str, body: dict[str, Any]) -> None:
-    here, between, there = [await sent(api, path, body, padding) for padding in PADDED]
+async def test_parsed_request_is_equal_on_event_loop_and_in_worker(api: Api, path: str, body: dict[str, Any]) -> None:
+    here, between, there = [await post_padded(api, path, body, padding) for padding in PADDED]
     assert here[0][0] == 200, here
     assert here == between == there
     assert api.runtime.workers.worker_pids, "the last was read in a worker"
 
 
-async def test_errors_do_not_depend_on_where_they_are_found(api: Api) -> None:
+async def test_error_response_is_equal_on_event_loop_and_in_worker(api: Api) -> None:
     for call, _, _ in BAD_INPUTS:
         path, body = call
-        here, there = await sent(api, path, body, 0), await sent(api, path, body, SMALL_BYTES)
+        here, there = await post_padded(api, path, body, 0), await post_padded(api, path, body, SMALL_BYTES)
         assert here[0][0] == 400, call
         assert here == there
 
 
-async def test_templates_of_requests_are_rendered_in_workers() -> None:
+async def test_request_chat_template_is_rendered_in_worker() -> None:
     async with open_api(FakeEngine(scripted(b"ab", 258), eos=[258]), trust_request_chat_template=True) as api:
         await api.post(CHAT, {**ASKED, "chat_template": "{{ messages[0].content }}!"})
         assert api.runtime.workers.worker_pids
@@ -96,7 +96,7 @@ async def test_templates_of_requests_are_rendered_in_workers() -> None:
         await api.post(CHAT, ASKED)
 
 
-async def test_who_leaves_while_his_body_is_read_ends_the_worker() -> None:
+async def test_disconnect_while_body_is_parsed_kills_worker() -> None:
     async with open_api(FakeEngine(scripted(b"ab", 258), eos=[258]), trust_request_chat_template=True) as api:
         workers = api.runtime.workers
         slow = "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}"

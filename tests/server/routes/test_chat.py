@@ -13,7 +13,7 @@ PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-async def test_a_whole_answer(api: Api) -> None:
+async def test_chat_completion_returns_message_and_usage(api: Api) -> None:
     answer = await api.openai.chat.completions.create(model=NAME, messages=HELLO, max_tokens=7, seed=3)
     assert answer.id.startswith("chatcmpl-")
     assert (answer.object, answer.model) == ("chat.completion", NAME)
@@ -27,26 +27,26 @@ async def test_a_whole_answer(api: Api) -> None:
     assert api.engine.seen[0].prompt_ids[0] == 257
 
 
-async def test_a_streamed_answer_is_the_whole_one(api: Api) -> None:
-    asked = {"model": NAME, "messages": HELLO, "max_tokens": 20, "seed": 3, "n": 2}
-    whole = await api.openai.chat.completions.create(**asked)
-    chunks = [chunk async for chunk in await api.openai.chat.completions.create(**asked, stream=True)]
+async def test_streamed_chat_equals_whole_response(api: Api) -> None:
+    request = {"model": NAME, "messages": HELLO, "max_tokens": 20, "seed": 3, "n": 2}
+    whole = await api.openai.chat.completions.create(**request)
+    chunks = [chunk async for chunk in await api.openai.chat.completions.create(**request, stream=True)]
     for index in range(2):
-        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
-        assert all(choice.delta.role is None for choice in mine[1:])
-        assert "".join(choice.delta.content or "" for choice in mine) == whole.choices[index].message.content
-        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert (choices[0].delta.role, choices[0].delta.content) == ("assistant", "")
+        assert all(choice.delta.role is None for choice in choices[1:])
+        assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[index].message.content
+        assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-async def test_max_tokens_default_to_the_context_and_the_newer_name_wins(api: Api) -> None:
+async def test_max_tokens_defaults_to_context_and_max_completion_tokens_wins(api: Api) -> None:
     answer = await api.post(PATH, {"messages": HELLO})
     assert answer["usage"]["total_tokens"] == api.engine.max_model_len
     answer = await api.post(PATH, {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 3})
     assert answer["usage"]["completion_tokens"] == 3
 
 
-async def test_logprobs() -> None:
+async def test_chat_logprobs_list_bytes_and_top_alternatives() -> None:
     async with open_api(FakeEngine(scripted("é".encode(), EOS), eos=[EOS])) as api:
         answer = await api.post(PATH, {"messages": HELLO, "logprobs": True, "top_logprobs": 1})
         first, second = answer["choices"][0]["logprobs"]["content"]
@@ -60,7 +60,7 @@ async def test_logprobs() -> None:
         assert tokens == [first, second]
 
 
-async def test_content_parts_and_template_variables(api: Api) -> None:
+async def test_content_parts_are_joined_and_generation_prompt_omitted(api: Api) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     body = {"messages": [{"role": "user", "content": parts}], "add_generation_prompt": False, "max_tokens": 1}
     await api.post(PATH, {**body, "chat_template_kwargs": {"unused": 1}, "tools": [], "tool_choice": "none"})
@@ -68,7 +68,7 @@ async def test_content_parts_and_template_variables(api: Api) -> None:
     assert prompt == "<|im_start|>user\nHel\nlo<|im_end|>\n"
 
 
-async def test_a_model_without_chat_template_says_so() -> None:
+async def test_chat_without_chat_template_returns_400() -> None:
     async with open_api(FakeEngine(scripted(b"x", EOS)), chat_template=None) as api:
         error = (await api.post(PATH, {"messages": HELLO}, 400))["error"]
         assert "no chat template" in error["message"]
@@ -86,7 +86,7 @@ async def test_a_model_without_chat_template_says_so() -> None:
         ("", "messages[1].role: unknown role ''; it must be one of"),
     ],
 )
-async def test_a_role_that_nobody_knows_is_a_400(api: Api, role: str, said: str) -> None:
+async def test_unknown_role_returns_400_with_suggestion(api: Api, role: str, said: str) -> None:
     messages = [*HELLO, {"role": role, "content": "x"}]
     for path in (PATH, "/tokenize"):
         error = (await api.post(path, {"messages": messages}, 400))["error"]
@@ -95,19 +95,23 @@ async def test_a_role_that_nobody_knows_is_a_400(api: Api, role: str, said: str)
     assert not api.engine.seen
 
 
-async def test_roles_of_the_api_and_those_that_the_template_names_go_to_it(api: Api) -> None:
+async def test_api_roles_and_roles_in_template_are_accepted(api: Api) -> None:
     known = ["system", "developer", "user", "assistant", "tool", "function"]
     body = {"messages": [{"role": role, "content": "x"} for role in known], "max_tokens": 1}
     await api.post(PATH, body)
     template = "{% for m in messages %}{{ 'py' if m.role in ['ipython'] else m.role }}{% endfor %}"
-    async with open_api(FakeEngine(scripted(b"x", EOS)), chat_template=template) as own:
-        await own.post(PATH, {"messages": [*HELLO, {"role": "ipython", "content": "x"}]})
-        prompt = byte_level_tokenizer().tokenizer.decode(own.engine.seen[0].prompt_ids, skip_special_tokens=False)
+    async with open_api(FakeEngine(scripted(b"x", EOS)), chat_template=template) as template_api:
+        await template_api.post(PATH, {"messages": [*HELLO, {"role": "ipython", "content": "x"}]})
+        prompt = byte_level_tokenizer().tokenizer.decode(
+            template_api.engine.seen[0].prompt_ids, skip_special_tokens=False
+        )
         assert prompt == "userpy"
-        assert "document" in (await own.post(PATH, {"messages": [{"role": "document"}]}, 400))["error"]["message"]
+        assert (
+            "document" in (await template_api.post(PATH, {"messages": [{"role": "document"}]}, 400))["error"]["message"]
+        )
 
 
-async def test_a_template_that_refuses_the_messages_is_a_400() -> None:
+async def test_template_exception_returns_400() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     async with open_api(FakeEngine(scripted(b"x", EOS)), chat_template=template) as api:
         error = (await api.post(PATH, {"messages": HELLO}, 400))["error"]
@@ -115,7 +119,7 @@ async def test_a_template_that_refuses_the_messages_is_a_400() -> None:
         assert error["param"] == "messages"
 
 
-async def test_a_continued_message_is_echoed() -> None:
+async def test_echo_prefixes_continued_message() -> None:
     talk = [*HELLO, {"role": "assistant", "content": "Once there "}]
     body = {"messages": talk, "continue_final_message": True, "echo": True, "n": 2, "prompt_logprobs": 1}
     async with open_api(FakeEngine(scripted(b"was", EOS), eos=[EOS])) as api:
@@ -127,11 +131,11 @@ async def test_a_continued_message_is_echoed() -> None:
         del body["prompt_logprobs"]
         for index in range(2):
             events = [event["choices"][0] for event in await api.events(PATH, body)]
-            mine = [choice["delta"] for choice in events if choice["index"] == index]
-            assert mine[0]["content"] == "", "the role comes first"
-            assert "".join(delta.get("content", "") for delta in mine) == "Once there was"
-        asked = {"model": NAME, "messages": talk, "extra_body": {"continue_final_message": True, "echo": True}}
-        answer = await api.openai.chat.completions.create(**asked)
+            deltas = [choice["delta"] for choice in events if choice["index"] == index]
+            assert deltas[0]["content"] == "", "the role comes first"
+            assert "".join(delta.get("content", "") for delta in deltas) == "Once there was"
+        request = {"model": NAME, "messages": talk, "extra_body": {"continue_final_message": True, "echo": True}}
+        answer = await api.openai.chat.completions.create(**request)
         assert answer.choices[0].message.content == "Once there was"
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         joined = await api.post(PATH, {**body, "messages": [*HELLO, {"role": "assistant", "content": parts}]})
@@ -140,7 +144,7 @@ async def test_a_continued_message_is_echoed() -> None:
         assert plain["choices"][0]["message"]["content"] == "was"
 
 
-async def test_an_echo_is_the_message_as_the_template_continues_it() -> None:
+async def test_echo_equals_message_as_rendered_by_template() -> None:
     trimming = CHATML.replace("message['content']", "message['content'] | trim")
     talk = [*HELLO, {"role": "assistant", "content": " Once "}]
     async with open_api(FakeEngine(scripted(b" was", EOS), eos=[EOS]), chat_template=trimming) as api:
@@ -148,7 +152,7 @@ async def test_an_echo_is_the_message_as_the_template_continues_it() -> None:
         assert answer["choices"][0]["message"]["content"] == "Once was"
 
 
-async def test_an_echo_stands_before_the_content_not_before_the_thinking() -> None:
+async def test_echo_precedes_content_and_not_reasoning() -> None:
     script = scripted(b"<think>hm</think>so", EOS)
     talk = [*HELLO, {"role": "assistant", "content": "<think>x"}]
     async with open_api(FakeEngine(script, eos=[EOS]), reasoning_parser="think") as api:

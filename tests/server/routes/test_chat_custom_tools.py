@@ -27,12 +27,12 @@ TEMPLATE = """\
 </tool_call>{% endfor %}]{% endfor %}"""
 
 
-def held_to(definition: str, syntax: str = "regex") -> dict[str, Any]:
+def constrained_tool(definition: str, syntax: str = "regex") -> dict[str, Any]:
     form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
     return {"type": "custom", "custom": {**PATCH["custom"], "format": form}}
 
 
-def folded(events: list[Any]) -> list[Any]:
+def assemble_calls(events: list[Any]) -> list[Any]:
     """Return the calls of a stream's first choice."""
     calls: list[Any] = []
     for event in events:
@@ -63,7 +63,7 @@ def without_ids(calls: list[Any]) -> list[Any]:
         (PATCHED[: PATCHED.index("\\ud83d")], ['*** a\n"éé']),
     ],
 )
-async def test_calls_have_their_input_whole_and_streamed(text: str, inputs: list[str]) -> None:
+async def test_custom_tool_calls_are_equal_whole_and_streamed(text: str, inputs: list[str]) -> None:
     async with speaker(text) as api:
         body = {"messages": HELLO, "tools": BOTH}
         whole = await api.post(PATH, body)
@@ -76,11 +76,11 @@ async def test_calls_have_their_input_whole_and_streamed(text: str, inputs: list
     assert [call["custom"] for call in custom] == [{"name": "patch", "input": each} for each in inputs]
     assert all(call.keys() == {"id", "type", "custom"} for call in custom)
     assert len(calls) - len(custom) == 2 * text.count(TWO)
-    assert without_ids(folded(events)) == without_ids(calls)
+    assert without_ids(assemble_calls(events)) == without_ids(calls)
     assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
 
-async def test_the_input_comes_while_it_is_generated_beside_other_choices() -> None:
+async def test_custom_tool_input_streams_incrementally_for_each_choice() -> None:
     async with speaker(PATCHED) as api:
         events = await api.events(PATH, {"messages": HELLO, "tools": [PATCH], "n": 2})
     for index in range(2):
@@ -94,7 +94,7 @@ async def test_the_input_comes_while_it_is_generated_beside_other_choices() -> N
         assert "".join(delta["custom"]["input"] for delta in rest) == INPUT
 
 
-async def test_the_sdk_asks_for_a_custom_tool_and_reads_its_call() -> None:
+async def test_openai_sdk_reads_custom_tool_call() -> None:
     named: Any = {"type": "custom", "custom": {"name": "patch"}}
     async with speaker(PATCHED) as api:
         answer = await api.openai.chat.completions.create(model="second", messages=HELLO, tools=BOTH, tool_choice=named)
@@ -103,7 +103,7 @@ async def test_the_sdk_asks_for_a_custom_tool_and_reads_its_call() -> None:
     assert (call.custom.name, call.custom.input) == ("patch", INPUT)
 
 
-async def test_choices_of_custom_tools() -> None:
+async def test_tool_choice_selects_custom_tools() -> None:
     async with speaker(PATCHED) as api:
         for choice, names in (
             ("required", {"weather", "clock", "patch"}),
@@ -131,12 +131,12 @@ async def test_choices_of_custom_tools() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_the_input_is_held_to_its_grammar(choice: str) -> None:
+async def test_custom_tool_input_follows_format_grammar(choice: str) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     compiler = GrammarCompiler(make_grammar_vocabulary(tokenizer, VOCAB_SIZE, [258]))
     call = '<tool_call>\n{{"name": "patch", "arguments": {{"input": "{}"}}}}\n</tool_call>'
     async with speaker(call.format("42")) as api:
-        for tool in (held_to("[0-9]+"), held_to("start: /[0-9]+/", "lark")):
+        for tool in (constrained_tool("[0-9]+"), constrained_tool("start: /[0-9]+/", "lark")):
             body = {"messages": HELLO, "tools": [tool, *TOOLS], "tool_choice": choice}
             answer = await api.post(PATH, body)
             assert answer["choices"][0]["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": "42"}
@@ -149,24 +149,24 @@ async def test_the_input_is_held_to_its_grammar(choice: str) -> None:
             assert "[0-9]+" in prompt(api), "the model reads the grammar"
 
 
-async def test_earlier_calls_and_their_results_go_to_the_template() -> None:
+async def test_earlier_custom_calls_and_results_reach_template() -> None:
     async with speaker(PATCHED, chat_template=TEMPLATE) as api:
         first = await api.post(PATH, {"messages": HELLO, "tools": BOTH})
         assistant = first["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": assistant["tool_calls"][0]["id"], "content": "done"}
         await api.post(PATH, {"messages": [*HELLO, assistant, result], "tools": BOTH})
-        shown = PATCHED.replace("\\u00e9\\ud83d\\ude00", "é😀")
-        assert f"[assistant:{shown}][tool:done]" in prompt(api)
+        rendered_call = PATCHED.replace("\\u00e9\\ud83d\\ude00", "é😀")
+        assert f"[assistant:{rendered_call}][tool:done]" in prompt(api)
         counted = await api.post("/tokenize", {"messages": [*HELLO, assistant, result], "tools": BOTH})
         assert counted["tokens"] == api.engine.seen[-1].prompt_ids
         await api.post(PATH, {"messages": [*HELLO, assistant, result]})
-        assert f"[assistant:{shown}]" in prompt(api), "also when the tool is gone"
+        assert f"[assistant:{rendered_call}]" in prompt(api), "also when the tool is gone"
 
 
-async def test_both_apis_show_the_model_the_same_tool() -> None:
+async def test_chat_and_responses_render_custom_tool_equally() -> None:
     flat = {"type": "custom", **PATCH["custom"], "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}
     async with speaker("x") as api:
-        await api.post(PATH, {"messages": HELLO, "tools": [held_to("a+")]})
+        await api.post(PATH, {"messages": HELLO, "tools": [constrained_tool("a+")]})
         await api.post("/v1/responses", {"input": "Hello", "tools": [flat]})
         chat, response = api.engine.seen
         assert chat.prompt_ids == response.prompt_ids
@@ -188,10 +188,13 @@ async def test_both_apis_show_the_model_the_same_tool() -> None:
             "tools[0].custom.format.grammar: Field required",
         ),
         (
-            {"tools": [held_to("a+", "ebnf")]},
+            {"tools": [constrained_tool("a+", "ebnf")]},
             "tools[0].custom.format.grammar.syntax: Input should be 'lark' or 'regex'",
         ),
-        ({"tools": [*TOOLS, held_to('start: "(" start? ")"', "lark")]}, "tools[2].custom.format: the grammar of patch"),
+        (
+            {"tools": [*TOOLS, constrained_tool('start: "(" start? ")"', "lark")]},
+            "tools[2].custom.format: the grammar of patch",
+        ),
         ({"tools": [PATCH, PATCH]}, "tools[1]"),
         ({"tools": [PATCH], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "there is no tool named x"),
         ({"tools": [PATCH], "tool_choice": {"type": "custom"}}, "tool_choice.custom: Field required"),
@@ -205,7 +208,7 @@ async def test_both_apis_show_the_model_the_same_tool() -> None:
         ),
     ],
 )
-async def test_a_bad_custom_tool_is_named(body: dict[str, Any], message: str) -> None:
+async def test_invalid_custom_tool_is_rejected_with_field_path(body: dict[str, Any], message: str) -> None:
     async with speaker("x") as api:
         answer = await api.post(PATH, {"messages": HELLO, **body}, 400)
     assert message in answer["error"]["message"]

@@ -13,7 +13,7 @@ from tests.texts import byte_level_tokenizer
 EOS = 258
 
 
-async def test_a_whole_answer(api: Api) -> None:
+async def test_completion_returns_text_and_usage(api: Api) -> None:
     answer = await api.openai.completions.create(model=NAME, prompt="Hello", max_tokens=7, seed=3)
     assert answer.id.startswith("cmpl-")
     assert (answer.object, answer.model) == ("text_completion", NAME)
@@ -28,10 +28,10 @@ async def test_a_whole_answer(api: Api) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 2
 
 
-async def test_a_streamed_answer_is_the_whole_one(api: Api) -> None:
-    asked = {"model": NAME, "prompt": "Hello", "max_tokens": 20, "seed": 3}
-    whole = await api.openai.completions.create(**asked)
-    stream = await api.openai.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+async def test_streamed_completion_equals_whole_response(api: Api) -> None:
+    request = {"model": NAME, "prompt": "Hello", "max_tokens": 20, "seed": 3}
+    whole = await api.openai.completions.create(**request)
+    stream = await api.openai.completions.create(**request, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
@@ -39,7 +39,7 @@ async def test_a_streamed_answer_is_the_whole_one(api: Api) -> None:
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
-async def test_usage_is_in_the_chunks_only_when_asked_for(api: Api) -> None:
+async def test_stream_includes_usage_only_when_requested(api: Api) -> None:
     body = {"prompt": "Hello", "max_tokens": 3}
     assert all("usage" not in event for event in await api.events("/v1/completions", body))
     *events, last = await api.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
@@ -56,7 +56,7 @@ async def test_usage_is_in_the_chunks_only_when_asked_for(api: Api) -> None:
         ([[72, 105], [7]], [[72, 105], [7]]),
     ],
 )
-async def test_all_forms_of_a_prompt(api: Api, prompt: object, ids: list[list[int]]) -> None:
+async def test_prompt_accepts_text_token_ids_and_lists(api: Api, prompt: object, ids: list[list[int]]) -> None:
     answer = await api.post("/v1/completions", {"prompt": prompt, "n": 2, "max_tokens": 2, "seed": 1})
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(ids)))
     assert [request.prompt_ids for request in api.engine.seen] == [each for each in ids for _ in range(2)]
@@ -64,7 +64,7 @@ async def test_all_forms_of_a_prompt(api: Api, prompt: object, ids: list[list[in
     assert answer["usage"]["completion_tokens"] == 4 * len(ids)
 
 
-async def test_choices_have_seeds_of_their_own_that_depend_on_nothing_else(api: Api) -> None:
+async def test_choices_have_distinct_seeds_independent_of_batch(api: Api) -> None:
     body = {"prompt": "Hello", "max_tokens": 8, "seed": 5}
     several = await api.post("/v1/completions", {**body, "n": 3})
     texts = [choice["text"] for choice in several["choices"]]
@@ -76,7 +76,7 @@ async def test_choices_have_seeds_of_their_own_that_depend_on_nothing_else(api: 
     assert await api.post("/v1/completions", {**body, "seed": None}) != alone
 
 
-async def test_parameters_reach_the_engine(api: Api) -> None:
+async def test_sampling_fields_reach_engine(api: Api) -> None:
     body = {
         "prompt": "x",
         "max_tokens": 9,
@@ -103,7 +103,7 @@ async def test_parameters_reach_the_engine(api: Api) -> None:
     assert (params.logit_bias, params.stop_token_ids) == ({65: -3.0}, (1, 2))
 
 
-async def test_defaults_are_the_models_and_nulls_mean_unset() -> None:
+async def test_null_fields_take_model_sampling_defaults() -> None:
     engine = FakeEngine(hashed(b"ab"))
     async with open_api(engine, defaults={"temperature": 0.6, "top_k": 20}) as api:
         nulls = {"temperature": None, "top_p": None, "n": None, "stop": None, "stream": None, "user": None}
@@ -114,7 +114,7 @@ async def test_defaults_are_the_models_and_nulls_mean_unset() -> None:
     assert (second.temperature, second.top_k) == (0, 0)
 
 
-async def test_end_of_sequence_counts_but_is_not_shown() -> None:
+async def test_eos_token_is_counted_but_not_shown() -> None:
     async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS])) as api:
         answer = await api.post("/v1/completions", {"prompt": "x", "skip_special_tokens": False, "logprobs": 0})
         choice = answer["choices"][0]
@@ -127,7 +127,7 @@ async def test_end_of_sequence_counts_but_is_not_shown() -> None:
         assert (await api.post("/v1/completions", shown))["choices"][0]["text"] == "ab"
 
 
-async def test_stop_strings_end_the_answer_and_the_engines_work() -> None:
+async def test_stop_string_ends_answer_and_aborts_engine_request() -> None:
     engine = FakeEngine(scripted(b"one two three", EOS), eos=[EOS])
     async with open_api(engine) as api:
         body = {"prompt": "x", "max_tokens": 50, "stop": ["three", "wo t"]}
@@ -142,7 +142,7 @@ async def test_stop_strings_end_the_answer_and_the_engines_work() -> None:
         assert answer["choices"][0]["text"] == "one two "
 
 
-async def test_logprobs() -> None:
+async def test_completion_logprobs_list_tokens_and_offsets() -> None:
     async with open_api(FakeEngine(scripted("aé!".encode(), EOS), eos=[EOS])) as api:
         answer = await api.post("/v1/completions", {"prompt": "x", "logprobs": 2})
         assert answer["choices"][0]["text"] == "aé!"
@@ -159,7 +159,7 @@ async def test_logprobs() -> None:
         }
 
 
-async def test_echo_with_logprobs() -> None:
+async def test_echo_includes_prompt_logprobs() -> None:
     async with open_api(FakeEngine(scripted(b"cd", EOS), eos=[EOS])) as api:
         body = {"prompt": "éab", "echo": True, "logprobs": 1, "max_tokens": 1}
         expected = {
@@ -177,7 +177,7 @@ async def test_echo_with_logprobs() -> None:
         assert api.engine.seen[-1].params.prompt_logprobs is None
 
 
-async def test_a_prompt_is_scored_without_an_answer() -> None:
+async def test_max_tokens_zero_scores_prompt_only() -> None:
     async with open_api(FakeEngine(scripted(b"", EOS), eos=[EOS])) as api:
         body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
         answer = await api.post("/v1/completions", body)
@@ -190,7 +190,7 @@ async def test_a_prompt_is_scored_without_an_answer() -> None:
         assert event["choices"] == [choice]
 
 
-async def test_parameters_without_effect_are_named_in_a_header(api: Api) -> None:
+async def test_ignored_fields_are_listed_in_header(api: Api) -> None:
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "no\nsuch": 1, "best_of": 1, "suffix": "", "metadata": None}
     response = await api.http.post("/v1/completions", json=body)
     assert response.headers["x-ignored-params"] == "user, no?such"
@@ -200,7 +200,7 @@ async def test_parameters_without_effect_are_named_in_a_header(api: Api) -> None
     assert "x-ignored-params" not in response.headers
 
 
-async def test_the_header_says_that_there_is_more_than_it_names(api: Api) -> None:
+async def test_ignored_params_header_is_bounded(api: Api) -> None:
     for count, last in ((20, "p19"), (21, "and 1 more"), (200, "and 180 more")):
         body = {"prompt": "x", "max_tokens": 1, **{f"p{i}": 1 for i in range(count)}}
         response = await api.http.post("/v1/completions", json=body)
@@ -236,7 +236,7 @@ async def test_the_header_says_that_there_is_more_than_it_names(api: Api) -> Non
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
-async def test_nested_fields_without_effect_are_named_too(
+async def test_nested_ignored_fields_are_listed_or_rejected_if_strict(
     fields: dict[str, Any], named: str | None, strict: bool
 ) -> None:
     async with open_api(FakeEngine(scripted(b"{}", EOS), eos=[EOS]), strict=strict) as api:

@@ -28,19 +28,19 @@ BODY: dict[str, Any] = {"model": NAME, "input": "Where is my refund?", "question
 LOGITS = {ord("A"): 2.0, ord("B"): 1.0, ord("C"): -1.0}
 
 
-class Weighing(FakeEngine):
+class FixedLogprobsEngine(FakeEngine):
     """Gives the tokens A, B and C fixed log probabilities, and all others a lower one."""
 
     def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
         listed = request.params.logprob_token_ids or ()
         top = [(token, LOGITS.get(token, -9.0)) for token in listed]
         self.positions[request.id] += 1
-        given = [TokenLogprob(listed[0], top[0][1], 1, top)]
-        return EngineCoreOutput(id=request.id, new_ids=[listed[0]], logprobs=given, finish_reason="length")
+        logprobs = [TokenLogprob(listed[0], top[0][1], 1, top)]
+        return EngineCoreOutput(id=request.id, new_ids=[listed[0]], logprobs=logprobs, finish_reason="length")
 
 
 def weighing(**options: Any) -> Any:
-    return open_api(Weighing(scripted(b"", EOS), eos=[EOS], max_model_len=2048), **options)
+    return open_api(FixedLogprobsEngine(scripted(b"", EOS), eos=[EOS], max_model_len=2048), **options)
 
 
 def prompts(api: Api) -> list[str]:
@@ -48,7 +48,7 @@ def prompts(api: Api) -> list[str]:
     return [decode(each.prompt_ids, skip_special_tokens=False) for each in api.engine.seen]
 
 
-async def test_the_three_kinds_of_questions() -> None:
+async def test_decisions_return_probabilities_of_every_question_kind() -> None:
     async with weighing() as api:
         answer = await api.openai.decisions.create(**BODY)
         raw = await api.post(PATH, BODY)
@@ -72,7 +72,7 @@ async def test_the_three_kinds_of_questions() -> None:
     assert all(text.endswith("<|im_end|>\n<|im_start|>assistant\n") for text in seen)
 
 
-async def test_a_prompt_that_begins_to_think_ends_behind_it() -> None:
+async def test_opened_thinking_is_closed_in_decision_prompt() -> None:
     thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     assert thinking != CHATML
     async with weighing(chat_template=thinking, reasoning_parser="think") as api:
@@ -80,15 +80,15 @@ async def test_a_prompt_that_begins_to_think_ends_behind_it() -> None:
         assert prompts(api)[0].endswith("<think>\n</think>\n\n")
 
 
-async def test_many_questions_about_a_long_input() -> None:
-    engine = Weighing(scripted(b"", EOS), eos=[EOS], max_model_len=100_000)
+async def test_many_questions_about_long_input_are_rejected() -> None:
+    engine = FixedLogprobsEngine(scripted(b"", EOS), eos=[EOS], max_model_len=100_000)
     async with open_api(engine, max_queued_requests=1000) as api:
         error = (await api.post(PATH, {**BODY, "input": "x" * 20_000, "questions": QUESTIONS[:1] * 400}, 400))["error"]
         assert error["param"] == "questions"
         assert "fewer" in error["message"]
 
 
-async def test_items_and_json_as_input() -> None:
+async def test_decision_input_accepts_items_and_json() -> None:
     items = [
         {"role": "developer", "content": "Be strict."},
         {"role": "user", "content": [{"type": "input_json", "data": {"a": "é"}}, {"type": "input_text", "text": "t"}]},
@@ -125,7 +125,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("fields", "param", "named"), BAD, ids=range(len(BAD)))
-async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, named: str) -> None:
+async def test_invalid_decision_field_is_rejected_with_param(fields: dict[str, Any], param: str, named: str) -> None:
     async with weighing() as api:
         error = (await api.post(PATH, {**BODY, **fields}, 400))["error"]
         assert error["param"] == param

@@ -29,7 +29,7 @@ def text(ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_variables_of_the_template_are_the_operator_s_until_a_request_says_them(stream: bool) -> None:
+async def test_default_chat_template_kwargs_apply_until_request_overrides(stream: bool) -> None:
     defaults = {"enable_thinking": False, "reasoning_effort": "high"}
     async with open_api(engine(), chat_template=TEMPLATE, default_chat_template_kwargs=defaults) as api:
         for more, expected in (
@@ -40,30 +40,30 @@ async def test_variables_of_the_template_are_the_operator_s_until_a_request_says
             response = await api.http.post("/v1/chat/completions", json={**CHAT, **more, "stream": stream})
             assert response.status_code == 200
             assert text(api.engine.seen[-1].prompt_ids).endswith(expected)
-        asked = await api.post("/tokenize", {"messages": CHAT["messages"]})
-        assert text(asked["tokens"]).endswith("<False,high>")
+        tokenized = await api.post("/tokenize", {"messages": CHAT["messages"]})
+        assert text(tokenized["tokens"]).endswith("<False,high>")
         answer = await api.post("/v1/messages", {**CHAT, "model": "owner/model"})
         assert answer["type"] == "message"
         assert text(api.engine.seen[-1].prompt_ids).endswith(",high>")
 
 
 @pytest.mark.parametrize(("form", "expected"), [("auto", "[user]Hi"), ("string", "[user]Hi"), ("openai", "parts:Hi")])
-async def test_the_template_gets_texts_in_the_form_that_the_operator_says(form: str, expected: str) -> None:
+async def test_chat_template_content_format_flag_shapes_content(form: str, expected: str) -> None:
     async with open_api(engine(), chat_template=TEMPLATE, chat_template_content_format=form) as api:
         await api.post("/v1/chat/completions", CHAT)
         assert text(api.engine.seen[-1].prompt_ids).endswith(expected)
 
 
-async def test_no_answer_is_longer_than_the_defaults_of_sampling_say() -> None:
+async def test_default_max_tokens_limits_every_answer() -> None:
     async with open_api(engine(), defaults={"max_tokens": 5, "temperature": 0.5}) as api:
-        for asked, expected in ((None, 5), (2, 2), (50, 5)):
-            body = {"prompt": "Once", "model": "owner/model"} | ({} if asked is None else {"max_tokens": asked})
+        for limit, expected in ((None, 5), (2, 2), (50, 5)):
+            body = {"prompt": "Once", "model": "owner/model"} | ({} if limit is None else {"max_tokens": limit})
             answer = await api.post("/v1/completions", body)
             assert answer["usage"]["completion_tokens"] == expected
             assert api.engine.seen[-1].params.temperature == 0.5
 
 
-async def test_a_prefix_is_taken_off_and_no_path_becomes_another_s() -> None:
+async def test_root_path_is_stripped_once_and_opens_no_other_path() -> None:
     keys = {"api_key": ["user"], "admin_api_key": ["admin"]}
     async with open_api(engine(), root_path="/llm", **keys) as api:
         user, admin = ({"Authorization": f"Bearer {key}"} for key in ("user", "admin"))

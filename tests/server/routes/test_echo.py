@@ -18,18 +18,18 @@ pieces = st.sampled_from(["<|bos|>", "<|im_start|>", "<|im_end|>", "a", "Ã©", "æ
 prompts = st.lists(pieces, min_size=1, max_size=8).map("".join) | st.lists(st.integers(0, 258), min_size=1, max_size=8)
 
 
-async def test_special_tokens_of_an_echoed_prompt_are_shown_and_counted(api: Api) -> None:
+async def test_echo_shows_special_tokens_of_prompt(api: Api) -> None:
     body = {"echo": True, "logprobs": 1, "max_tokens": 0}
     for prompt in ("<|bos|>hi<|im_end|>\n", [256, *b"hi", 258, 10]):
         for skip in (True, False):
-            asked = {**body, "prompt": prompt, "skip_special_tokens": skip}
-            (choice,) = (await api.post(COMPLETIONS, asked))["choices"]
+            request = {**body, "prompt": prompt, "skip_special_tokens": skip}
+            (choice,) = (await api.post(COMPLETIONS, request))["choices"]
             assert choice["text"] == "<|bos|>hi<|im_end|>\n", "skip_special_tokens is about what is generated"
             assert choice["logprobs"]["tokens"] == ["<|bos|>", "h", "i", "<|im_end|>", "\n"]
             assert choice["logprobs"]["text_offset"] == [0, 7, 8, 9, 19]
 
 
-async def test_generated_special_tokens_are_skipped_behind_an_echoed_prompt() -> None:
+async def test_generated_special_tokens_are_skipped_after_echo() -> None:
     async with open_api(FakeEngine(scripted([97, 256, 98], 258), eos=[258])) as api:
         body = {"prompt": [256, 65], "echo": True, "logprobs": 0, "max_tokens": 9}
         (choice,) = (await api.post(COMPLETIONS, body))["choices"]
@@ -52,15 +52,15 @@ async def test_generated_special_tokens_are_skipped_behind_an_echoed_prompt() ->
     ),
     stream=st.booleans(),
 )
-def test_offsets_are_places_in_the_returned_text(prompt: Any, options: dict[str, Any], stream: bool) -> None:
-    asyncio.run(check({"prompt": prompt, "echo": True, "logprobs": 1, **options}, stream))
+def test_text_offsets_point_into_returned_text(prompt: Any, options: dict[str, Any], stream: bool) -> None:
+    asyncio.run(check_offsets({"prompt": prompt, "echo": True, "logprobs": 1, **options}, stream))
 
 
-async def check(body: dict[str, Any], stream: bool) -> None:
+async def check_offsets(body: dict[str, Any], stream: bool) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     async with open_api(FakeEngine(hashed([*b"abc ", 256, 257]))) as api:
         if stream:
-            choices = folded([event["choices"][0] for event in await api.events(COMPLETIONS, body)])
+            choices = assemble_choices([event["choices"][0] for event in await api.events(COMPLETIONS, body)])
         else:
             choices = (await api.post(COMPLETIONS, body))["choices"]
     prompt, limit = body["prompt"], body["truncate_prompt_tokens"]
@@ -88,11 +88,11 @@ async def check(body: dict[str, Any], stream: bool) -> None:
                 assert offsets[count] == len(before)
 
 
-def folded(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
+def assemble_choices(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    choices: dict[int, dict[str, Any]] = {}
     for event in events:
-        known = found.setdefault(event["index"], {"text": "", "logprobs": {"tokens": [], "text_offset": []}})
+        known = choices.setdefault(event["index"], {"text": "", "logprobs": {"tokens": [], "text_offset": []}})
         known["text"] += event["text"]
         for name in ("tokens", "text_offset"):
             known["logprobs"][name] += (event["logprobs"] or {}).get(name, [])
-    return list(found.values())
+    return list(choices.values())

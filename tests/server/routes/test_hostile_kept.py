@@ -45,7 +45,7 @@ WRONG_BODIES: tuple[Any, ...] = (
 
 
 @pytest.mark.slow
-async def test_lines_of_all_kinds_that_are_wrong(tmp_path: Path) -> None:
+async def test_malformed_batch_lines_are_reported_by_number(tmp_path: Path) -> None:
     """Each malformed line fails its batch, with the line's number. A malformed body fails only its own line."""
     async with keeping(tmp_path) as api:
         batch = await at_its_end(api, (await begin(api, jsonl(GOOD, *WRONG_LINES))).id)
@@ -53,25 +53,25 @@ async def test_lines_of_all_kinds_that_are_wrong(tmp_path: Path) -> None:
         errors = (batch.errors and batch.errors.data) or []
         assert {each.line for each in errors} == set(range(2, 2 + len(WRONG_LINES)))
         assert all(each.message and each.code == "invalid_line" and each.param for each in errors)
-        asked = [GOOD | {"custom_id": f"{number}", "body": body} for number, body in enumerate(WRONG_BODIES)]
+        lines = [GOOD | {"custom_id": f"{number}", "body": body} for number, body in enumerate(WRONG_BODIES)]
         broken = json.dumps(GOOD | {"custom_id": "broken"}).encode().replace(b'"Hi"', b'"\xff"')
-        batch = await at_its_end(api, (await begin(api, jsonl(GOOD, *asked, broken))).id)
+        batch = await at_its_end(api, (await begin(api, jsonl(GOOD, *lines, broken))).id)
         assert batch.status == "completed"
         assert batch.request_counts is not None
         assert (batch.request_counts.completed, batch.request_counts.failed) == (1, len(WRONG_BODIES) + 1)
 
 
 @pytest.mark.slow
-async def test_who_cancels_twice_and_deletes_what_is_read(tmp_path: Path) -> None:
+async def test_repeated_batch_cancel_and_delete_of_open_file_are_safe(tmp_path: Path) -> None:
     async with keeping(tmp_path, step_seconds=0.05, max_num_seqs=1) as api:
         batch = await begin(api, jsonl(*(request(f"r{number}", max_tokens=40) for number in range(20))))
         for _ in range(2):
             with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
                 await api.openai.files.delete(batch.input_file_id)
-        told = [(await api.http.post(f"/v1/batches/{batch.id}/cancel")) for _ in range(3)]
-        assert {each.status_code for each in told} <= {200, 400}
-        assert told[0].status_code == 200
-        assert len({each.json()["cancelling_at"] for each in told if each.status_code == 200}) == 1
+        responses = [(await api.http.post(f"/v1/batches/{batch.id}/cancel")) for _ in range(3)]
+        assert {each.status_code for each in responses} <= {200, 400}
+        assert responses[0].status_code == 200
+        assert len({each.json()["cancelling_at"] for each in responses if each.status_code == 200}) == 1
         async with asyncio.timeout(30):
             while (now := await api.openai.batches.retrieve(batch.id)).status == "cancelling":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -86,7 +86,7 @@ async def test_who_cancels_twice_and_deletes_what_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_file_is_read_to_end_by_open_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with keeping(tmp_path, step_seconds=0.02, max_num_seqs=1) as api:
         file = await api.openai.files.create(
             file=("in.jsonl", jsonl(*map(request, "abcdefgh"))),
@@ -106,7 +106,7 @@ async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-async def test_last_event_ids_of_all_kinds(tmp_path: Path) -> None:
+async def test_malformed_last_event_ids_are_rejected(tmp_path: Path) -> None:
     async with streaming(tmp_path, api_key=["ka", "kb"]) as (port, _), httpx.AsyncClient(base_url=port.url) as http:
         http.headers["x-api-key"] = "ka"
         body = {"model": NAME, "stream": True, **TEXT}
@@ -129,16 +129,16 @@ async def test_last_event_ids_of_all_kinds(tmp_path: Path) -> None:
         ]
         nonsense += [f"{other['x-stream-id']}:1.1.1", "*", "-", "null", "0", "{}"]
         for each in nonsense:
-            given = {"Last-Event-ID": each.encode()}
+            headers = {"Last-Event-ID": each.encode()}
             for answer in (
-                await http.get(f"/v1/streams/{id}", headers=given),  # type: ignore[arg-type]
-                await http.post(CHAT, json=body, headers=given),  # type: ignore[arg-type]
+                await http.get(f"/v1/streams/{id}", headers=headers),  # type: ignore[arg-type]
+                await http.post(CHAT, json=body, headers=headers),  # type: ignore[arg-type]
             ):
                 refused = answer.status_code in (400, 404, 409) and answer.json()["error"]["message"]
                 assert refused or (each.startswith(other["x-stream-id"]) and answer.status_code == 200), each
         for beyond in ("1.999999999.0", "999999999.1.0", "1.1.9"):
-            told = await http.get(f"/v1/streams/{id}", headers={"Last-Event-ID": f"{id}:{beyond}"})
-            assert "it has fewer" in told.text or told.status_code == 200, beyond
+            response = await http.get(f"/v1/streams/{id}", headers={"Last-Event-ID": f"{id}:{beyond}"})
+            assert "it has fewer" in response.text or response.status_code == 200, beyond
         assert (await http.get(f"/v1/streams/{id}", headers={"x-api-key": "kb"})).status_code == 404
         foreign = await http.post(CHAT, json=body, headers={"Last-Event-ID": last, "x-api-key": "kb"})
         assert foreign.status_code == 404
@@ -146,7 +146,7 @@ async def test_last_event_ids_of_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_keys_of_all_kinds(tmp_path: Path) -> None:
+async def test_idempotency_keys_accept_any_bytes_within_length(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (port, _), httpx.AsyncClient(base_url=port.url) as http:
         body = {"model": NAME, **TEXT}
         for key, status in (
@@ -170,7 +170,7 @@ async def test_keys_of_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_stream_whose_time_ends_under_its_reader(tmp_path: Path) -> None:
+async def test_expiring_stream_is_read_to_end_by_open_reader(tmp_path: Path) -> None:
     slow = {"step_seconds": 0.02, "burst": 1}
     async with (
         streaming(tmp_path, stream_grace=0, engine=slow) as (port, _),
@@ -184,7 +184,7 @@ async def test_a_stream_whose_time_ends_under_its_reader(tmp_path: Path) -> None
                 await asyncio.sleep(0.2)
 
 
-async def test_the_server_says_that_its_folder_takes_no_writes(tmp_path: Path) -> None:
+async def test_unwritable_data_dir_is_reported_by_health_and_metrics(tmp_path: Path) -> None:
     """GET /health reports it too, until writes succeed again."""
     async with keeping(tmp_path) as api:
         assert not (await api.http.get("/health")).content

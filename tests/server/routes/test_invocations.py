@@ -20,7 +20,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_an_invocation_is_answered_as_the_endpoint_for_its_body(path: str, body: dict[str, Any]) -> None:
+async def test_invocation_equals_endpoint_for_body(path: str, body: dict[str, Any]) -> None:
     async with open_api(FakeEngine(hashed(b"abc "))) as api:
 
         def timeless(answer: Any) -> Any:
@@ -36,13 +36,13 @@ async def test_an_invocation_is_answered_as_the_endpoint_for_its_body(path: str,
     "body",
     [{}, {"max_tokens": 1}, {"prompt": "x", "messages": HELLO}, {"messages": None}, {"input": "x", "prompt": "x"}],
 )
-async def test_an_invocation_of_nothing_or_of_both_is_refused(api: Api, body: dict[str, Any]) -> None:
+async def test_invocation_requires_either_messages_or_prompt(api: Api, body: dict[str, Any]) -> None:
     error = (await api.post(INVOCATIONS, body, 400))["error"]
     assert error["param"] == "messages"
     assert "give either messages or prompt" in error["message"]
 
 
-async def test_errors_of_an_invocation_are_those_of_the_endpoint(api: Api) -> None:
+async def test_invocation_errors_equal_endpoint_errors(api: Api) -> None:
     for path, body in (
         (CHAT, {"messages": [{"content": "x"}], "max_tokens": "x"}),
         (CHAT, {"messages": HELLO, "top_logprobs": 3}),
@@ -57,7 +57,7 @@ async def test_errors_of_an_invocation_are_those_of_the_endpoint(api: Api) -> No
         assert "JSON object" in (await api.post(INVOCATIONS, body, 400))["error"]["message"]
 
 
-async def test_an_invocation_counts_as_a_request() -> None:
+async def test_invocation_counts_for_rate_limit_and_needs_key() -> None:
     async with open_api(FakeEngine(hashed(b"abc")), requests_per_minute=1) as api:
         await api.post(INVOCATIONS, {"prompt": "x", "max_tokens": 1})
         await api.post(INVOCATIONS, {"prompt": "x", "max_tokens": 1}, 429)
@@ -68,9 +68,7 @@ async def test_an_invocation_counts_as_a_request() -> None:
 @pytest.mark.parametrize(
     ("path", "prompt", "prefix"), [(COMPLETIONS, {"prompt": "x"}, "cmpl"), (CHAT, {"messages": HELLO}, "chatcmpl")]
 )
-async def test_an_answer_s_id_is_what_its_caller_chose(
-    api: Api, path: str, prompt: dict[str, Any], prefix: str
-) -> None:
+async def test_answer_id_comes_from_request_id(api: Api, path: str, prompt: dict[str, Any], prefix: str) -> None:
     async def ids(body: dict[str, Any], header: str | None) -> set[str]:
         headers = {} if header is None else {"X-Request-Id": header}
         whole = await api.http.post(path, json={**prompt, "max_tokens": 2, **body}, headers=headers)
@@ -85,15 +83,15 @@ async def test_an_answer_s_id_is_what_its_caller_chose(
     assert len(random) == 4
 
 
-async def test_two_open_answers_may_have_one_id_and_are_cancelled_by_it() -> None:
+async def test_cancel_by_id_aborts_all_open_answers_with_same_id() -> None:
     async with open_api(FakeEngine(scripted(b"a" * 400, 258), step_seconds=0.005)) as api:
         body = {"prompt": "x", "max_tokens": 400, "request_id": "twin/1"}
-        asked = [asyncio.create_task(api.post(COMPLETIONS, body)) for _ in range(2)]
+        posts = [asyncio.create_task(api.post(COMPLETIONS, body)) for _ in range(2)]
         while len(api.engine.running) < 2:
             await api.engine.sent.wait()
             await asyncio.sleep(0.01)
         cancelled = (await api.http.delete("/v1/requests/cmpl-twin/1")).json()
         assert cancelled["sequences"] == 2
-        for answer in await asyncio.gather(*asked):
+        for answer in await asyncio.gather(*posts):
             assert (answer["id"], answer["choices"][0]["finish_reason"]) == ("cmpl-twin/1", "abort")
         assert len({request.id for request in api.engine.seen}) == 2

@@ -36,14 +36,14 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-def specs() -> int:
+def count_generation_requests() -> int:
     return sum(type(each) is GenerationRequest for each in gc.get_objects())
 
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("path", PATHS)
-async def test_nothing_of_a_call_stays(path: str, tmp_path: Path) -> None:
+async def test_finished_call_is_freed_without_garbage_collection(path: str, tmp_path: Path) -> None:
     ways = [{"stream": True}, {"stream": False}, {"stream": False, "padding": "x" * 5000}]
     if path == "/v1/responses":
         ways += [{"background": True}, {"background": True, "stream": True}]
@@ -52,20 +52,20 @@ async def test_nothing_of_a_call_stays(path: str, tmp_path: Path) -> None:
         serving(engine, chat_template=HERMES, data_dir=tmp_path) as port,
         httpx.AsyncClient(base_url=port.url, timeout=30) as http,
     ):
-        before = specs()
+        before = count_generation_requests()
         for way in ways:
             answer = await http.post(path, json={"model": NAME, **PATHS[path], **way})
             assert answer.is_success, answer.text
-            await gone(before)
+            await wait_until_freed(before)
 
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("path", PATHS)
-async def test_nothing_of_a_call_stays_whose_client_left(path: str) -> None:
+async def test_disconnected_call_is_freed_without_garbage_collection(path: str) -> None:
     engine = FakeEngine(hashed(b"ab"), max_model_len=4096, step_seconds=0.01)
     async with serving(engine, chat_template=HERMES) as port:
-        before = specs()
+        before = count_generation_requests()
         body = {"model": NAME, **PATHS[path], "stream": True}
         async with (
             httpx.AsyncClient(base_url=port.url, timeout=30) as http,
@@ -73,10 +73,10 @@ async def test_nothing_of_a_call_stays_whose_client_left(path: str) -> None:
         ):
             await anext(answer.aiter_raw())
         await idle(engine)
-        await gone(before)
+        await wait_until_freed(before)
 
 
-async def gone(before: int) -> None:
+async def wait_until_freed(before: int) -> None:
     async with asyncio.timeout(10):
-        while specs() > before:  # noqa: ASYNC110
+        while count_generation_requests() > before:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -47,7 +47,7 @@ async def refused(api: Api, body: Any, status: int = 400, path: str = PATH) -> s
     return str(error["error"]["message"])
 
 
-async def test_an_answer_with_thinking_text_and_calls_whole_and_streamed() -> None:
+async def test_message_has_thinking_text_and_tool_use_whole_and_streamed() -> None:
     async with speaker(f"<think>Hm.</think>Let me see.\n{TWO}", reasoning_parser="think") as api:
         body = {**HELLO, "tools": TOOLS}
         whole = await api.post(PATH, body)
@@ -87,7 +87,7 @@ texts = st.lists(
     stop=st.lists(st.sampled_from(["a", "é", "ok", "days", "</think>"]), max_size=2),
     burst=st.integers(1, 4),
 )
-async def test_a_whole_answer_is_the_fold_of_the_stream(text: str, most: int, stop: list[str], burst: int) -> None:
+async def test_streamed_message_assembles_to_whole_message(text: str, most: int, stop: list[str], burst: int) -> None:
     engine = FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=2048, burst=burst)
     body = {**HELLO, "tools": TOOLS, "max_tokens": most, "stop_sequences": stop}
     async with open_api(engine, chat_template=HERMES, reasoning_parser="think") as api:
@@ -110,20 +110,22 @@ async def test_a_whole_answer_is_the_fold_of_the_stream(text: str, most: int, st
         ),
     ],
 )
-async def test_reasons_to_stop(fields: dict[str, Any], reason: str, sequence: str | None) -> None:
+async def test_stop_reason_names_cause_whole_and_streamed(
+    fields: dict[str, Any], reason: str, sequence: str | None
+) -> None:
     async with open_api(FakeEngine(scripted(b"Hello", EOS), eos=[EOS])) as api:
         for message in (await api.post(PATH, {**HELLO, **fields}), folded(await stream(api, {**HELLO, **fields}))):
             assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-async def test_an_empty_answer_has_an_empty_text() -> None:
+async def test_empty_answer_has_empty_text_block() -> None:
     async with open_api(FakeEngine(scripted(b"", EOS), eos=[EOS])) as api:
         whole = await api.post(PATH, HELLO)
         assert whole["content"] == [{"type": "text", "text": "", "citations": None}]
         assert without_ids(folded(await stream(api, HELLO))) == without_ids(whole)
 
 
-async def test_a_conversation_with_tools_as_the_template_gets_it() -> None:
+async def test_tool_conversation_becomes_template_messages() -> None:
     template = "{{ messages | tojson }}{# tools #}"
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -173,7 +175,7 @@ async def test_a_conversation_with_tools_as_the_template_gets_it() -> None:
         ),
     ],
 )
-async def test_a_system_s_texts_are_the_user_s_where_the_template_takes_none(
+async def test_system_text_becomes_user_text_when_template_rejects_system(
     refused: str, roles: list[str], contents: list[str]
 ) -> None:
     template = (
@@ -187,11 +189,11 @@ async def test_a_system_s_texts_are_the_user_s_where_the_template_takes_none(
         await api.post(PATH, {**HELLO, "system": "s", "messages": messages})
         await api.post("/v1/responses", {"instructions": "s", "input": items})
         for request in api.engine.seen:
-            shown = json.loads(bytes(request.prompt_ids).decode())
-            assert ([turn["role"] for turn in shown], [turn["content"] for turn in shown]) == (roles, contents)
+            rendered = json.loads(bytes(request.prompt_ids).decode())
+            assert ([turn["role"] for turn in rendered], [turn["content"] for turn in rendered]) == (roles, contents)
 
 
-async def test_an_assistants_last_message_is_continued() -> None:
+async def test_last_assistant_message_is_continued() -> None:
     async with speaker("!", chat_template=CHATML) as api:
         talk = [*HELLO["messages"], {"role": "assistant", "content": "Well"}]
         assert (await api.post(PATH, {**HELLO, "messages": talk}))["content"] == [
@@ -202,7 +204,7 @@ async def test_an_assistants_last_message_is_continued() -> None:
         assert prompt(api).endswith("assistant\n")
 
 
-async def test_what_coding_agents_change_with_every_request_leaves_the_prefix_alone() -> None:
+async def test_billing_line_and_cache_marks_do_not_change_prefix() -> None:
     """Claude Code sends a billing line, and cache marks that move to the newest blocks."""
 
     def request(number: int, turns: list[Any]) -> dict[str, Any]:
@@ -227,7 +229,7 @@ async def test_what_coding_agents_change_with_every_request_leaves_the_prefix_al
     assert plain == after
 
 
-async def test_choices_of_tools() -> None:
+async def test_tool_choice_controls_calls_and_grammar() -> None:
     async with speaker(TWO) as api:
         for choice, called in (({"type": "auto"}, 2), ({"type": "auto", "disable_parallel_tool_use": True}, 1)):
             answer = await api.post(PATH, {**HELLO, "tools": TOOLS, "tool_choice": choice})
@@ -244,7 +246,7 @@ async def test_choices_of_tools() -> None:
         assert "weather" not in grammar.text
 
 
-async def test_thinking_is_asked_for_or_off() -> None:
+async def test_thinking_field_switches_template_variable() -> None:
     async with speaker("<think>Hm.</think>So", chat_template=THINKING, reasoning_parser="think") as api:
         for thinking, off in (
             (None, True),
@@ -266,7 +268,7 @@ async def test_thinking_is_asked_for_or_off() -> None:
         assert answer.headers["x-ignored-params"] == "thinking"
 
 
-async def test_structured_output() -> None:
+async def test_output_format_sets_grammar() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with speaker("{}", chat_template=CHATML) as api:
         for fields in (
@@ -279,10 +281,10 @@ async def test_structured_output() -> None:
         assert "output_config.format" in await refused(api, {**HELLO, "output_config": {"format": broken}})
 
 
-async def test_counting_tokens(api: Api) -> None:
-    asked = {**HELLO, "system": "Be brief."}
-    counted = await api.post(COUNT, {name: value for name, value in asked.items() if name != "max_tokens"})
-    await api.post(PATH, asked)
+async def test_count_tokens_equals_prompt_length(api: Api) -> None:
+    body = {**HELLO, "system": "Be brief."}
+    counted = await api.post(COUNT, {name: value for name, value in body.items() if name != "max_tokens"})
+    await api.post(PATH, body)
     assert counted == {"input_tokens": len(api.engine.seen[-1].prompt_ids)}
     long = {"messages": [{"role": "user", "content": "x" * 5000}]}
     assert (await api.post(COUNT, long))["input_tokens"] > api.engine.max_model_len
@@ -348,7 +350,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize(("fields", "named"), BAD, ids=range(len(BAD)))
-async def test_a_bad_field_is_named(fields: dict[str, Any], named: str) -> None:
+async def test_invalid_message_field_is_rejected_by_name(fields: dict[str, Any], named: str) -> None:
     async with speaker("x") as api:
         body = {**HELLO, **fields}
         content = json.dumps(body)
@@ -360,14 +362,14 @@ async def test_a_bad_field_is_named(fields: dict[str, Any], named: str) -> None:
         assert api.engine.seen == []
 
 
-async def test_what_has_no_effect_is_told(api: Api) -> None:
+async def test_ignored_message_fields_are_listed_in_header(api: Api) -> None:
     fields = {"context_management": {"edits": []}, "service_tier": "auto", "metadata": {"user_id": "x"}, "seed": 1}
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x"}
     response = await api.http.post(f"{PATH}?beta=true", json={**HELLO, **fields, "max_tokens": 3}, headers=headers)
     assert response.headers["x-ignored-params"] == "context_management, service_tier"
 
 
-async def test_errors_have_anthropics_form() -> None:
+async def test_errors_have_anthropic_format() -> None:
     async with open_api(FakeEngine(hashed(b"ab"), fail_at=3), api_key=["secret", "other"], max_body_size=0.01) as api:
         api.http.headers["x-api-key"] = "secret"
         assert "does not exist" in await refused(api, {**HELLO, "model": "x"}, 404)
@@ -382,19 +384,19 @@ async def test_errors_have_anthropics_form() -> None:
         assert (await api.post("/v1/completions", {}, 401))["error"]["code"] == "invalid_api_key"
 
 
-async def test_a_silent_stream_pings() -> None:
+async def test_silent_stream_sends_pings() -> None:
     async with open_api(FakeEngine(scripted(b"ab", EOS), eos=[EOS], step_seconds=0.5), sse_ping=0.1) as api:
         events = await stream(api, HELLO)
     assert {"type": "ping"} in events
     assert folded(events)["content"] == [{"type": "text", "text": "ab", "citations": None}]
 
 
-async def test_a_cancelled_answer_is_cut_short() -> None:
+async def test_cancelled_message_stops_with_max_tokens() -> None:
     async with open_api(FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
-        asking = asyncio.create_task(api.http.post(PATH, json=HELLO, headers={"X-Request-Id": "mine"}))
+        post_task = asyncio.create_task(api.http.post(PATH, json=HELLO, headers={"X-Request-Id": "mine"}))
         await api.engine.sent.wait()
         assert (await api.http.delete("/v1/requests/msg_mine")).status_code == 200
-        answer = (await asking).json()
+        answer = (await post_task).json()
         assert (answer["id"], answer["stop_reason"]) == ("msg_mine", "max_tokens")
         explained = (await api.http.get("/v1/requests/msg_mine/explain")).json()
         assert explained

@@ -22,7 +22,7 @@ IDS = {"prompt": [1, SIZE - 1], "max_tokens": 3, "return_token_ids": True}
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[httpx.AsyncClient]:
+async def open_app() -> AsyncIterator[httpx.AsyncClient]:
     config = ServerConfig(skip_tokenizer_init=True, served_model_name=["model"])
     engine = FakeEngine(scripted([SIZE - 1, 7, 8, 9], 2), eos=[2])
     app = create_app(EngineClient(engine), ServedModelSpec(config, NullTokenizer(), SIZE, {}), launch_process=FORKED)
@@ -31,8 +31,8 @@ async def served() -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_ids_in_and_out() -> None:
-    async with served() as http:
+async def test_completion_takes_and_returns_token_ids() -> None:
+    async with open_app() as http:
         choice = (await http.post("/v1/completions", json=IDS | {"logprobs": 1})).json()["choices"][0]
         assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == (
             "",
@@ -60,8 +60,8 @@ async def test_ids_in_and_out() -> None:
         ("/tokenize", {"prompt": "text"}, "prompt"),
     ],
 )
-async def test_text_is_refused(path: str, body: dict[str, Any], param: str | None) -> None:
-    async with served() as http:
+async def test_text_and_unknown_token_ids_are_rejected(path: str, body: dict[str, Any], param: str | None) -> None:
+    async with open_app() as http:
         answer = await http.post(path, json=body)
         assert answer.status_code == 400, answer.text
         assert param is None or answer.json()["error"]["param"] == param, answer.text

@@ -27,31 +27,31 @@ async def lines(api: Api, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def folded(streamed: list[Any]) -> dict[str, Any]:
+def assemble_stream(streamed: list[Any]) -> dict[str, Any]:
     """Assemble a stream as a client does: the last line, with all text, thinking and calls before it."""
     whole: dict[str, Any] = dict(streamed[-1])
     assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]
     key = "message" if "message" in whole else "response"
-    said = [line["message"] if key == "message" else line for line in streamed]
-    text = "".join(one["content" if key == "message" else "response"] for one in said)
+    parts = [line["message"] if key == "message" else line for line in streamed]
+    text = "".join(one["content" if key == "message" else "response"] for one in parts)
     into = whole["message"] = {"role": "assistant", "content": text} if key == "message" else text
     if key == "response":
         into, whole["response"] = whole, whole.pop("message")
-    if thinking := "".join(one.get("thinking", "") for one in said):
+    if thinking := "".join(one.get("thinking", "") for one in parts):
         into["thinking"] = thinking
-    if calls := [call for one in said for call in one.get("tool_calls", [])]:
+    if calls := [call for one in parts for call in one.get("tool_calls", [])]:
         into["tool_calls"] = calls
     return whole
 
 
-def plain(answer: dict[str, Any]) -> dict[str, Any]:
+def without_varying_fields(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer without the fields that differ from answer to answer."""
     for call in (answer.get("message") or answer).get("tool_calls", []) if "message" in answer else []:
         del call["id"]
     return {name: value for name, value in answer.items() if name not in (*TIMES, "created_at")}
 
 
-async def test_a_chat_with_thinking_and_calls_whole_and_streamed() -> None:
+async def test_ollama_chat_has_thinking_and_calls_whole_and_streamed() -> None:
     text = f"<think>Hm.</think>Let me see.\n{TWO_CALLS['hermes']}"
     async with speaker(text, reasoning_parser="think") as api:
         body = {**HELLO, "tools": TOOLS, "think": True}
@@ -65,29 +65,31 @@ async def test_a_chat_with_thinking_and_calls_whole_and_streamed() -> None:
     assert (whole["model"], whole["done"], whole["done_reason"]) == (NAME, True, "stop")
     assert all(isinstance(whole[name], int) for name in (*TIMES, "prompt_eval_count", "eval_count"))
     assert len(streamed) > 5
-    assert plain(folded(streamed)) == plain(whole)
+    assert without_varying_fields(assemble_stream(streamed)) == without_varying_fields(whole)
 
 
-async def test_times_of_whole_answers_are_those_of_streams() -> None:
+async def test_durations_sum_to_total_whole_and_streamed() -> None:
     async with open_api(FakeEngine(hashed(b"ab"), step_seconds=0.005)) as api:
-        asked = {**HELLO, "options": {"num_predict": 20}}
-        for told in (await api.post(CHAT, {**asked, "stream": False}), (await lines(api, CHAT, asked))[-1]):
-            total, _, prompt, answer = (told[name] for name in TIMES)
+        body = {**HELLO, "options": {"num_predict": 20}}
+        for response in (await api.post(CHAT, {**body, "stream": False}), (await lines(api, CHAT, body))[-1]):
+            total, _, prompt, answer = (response[name] for name in TIMES)
             assert prompt + answer == total
             assert min(prompt, answer) > 0
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.text("ab é<", max_size=30), st.integers(1, 40), st.integers(1, 5))
-async def test_a_whole_answer_is_the_fold_of_the_stream(text: str, most: int, burst: int) -> None:
+async def test_streamed_ollama_answer_assembles_to_whole_answer(text: str, most: int, burst: int) -> None:
     engine = FakeEngine(scripted(text.encode(), 258), eos=[258], burst=burst, max_model_len=256)
     async with open_api(engine) as api:
         for path, body in ((CHAT, HELLO), (GENERATE, {"model": NAME, "prompt": "Hello"})):
             body = {**body, "options": {"num_predict": most}}
-            assert plain(folded(await lines(api, path, body))) == plain(await api.post(path, {**body, "stream": False}))
+            assert without_varying_fields(assemble_stream(await lines(api, path, body))) == without_varying_fields(
+                await api.post(path, {**body, "stream": False})
+            )
 
 
-async def test_options_and_formats_reach_the_engine() -> None:
+async def test_ollama_options_and_format_reach_engine() -> None:
     async with open_api(FakeEngine(hashed(b"abc "), max_model_len=512)) as api:
         options = {
             "num_predict": 7,
@@ -116,7 +118,7 @@ async def test_options_and_formats_reach_the_engine() -> None:
         assert api.engine.seen[-1].params.max_tokens is None
 
 
-async def test_a_prompt_goes_through_the_template_unless_it_is_raw() -> None:
+async def test_generate_applies_template_unless_raw() -> None:
     async with speaker("x") as api:
         await lines(api, GENERATE, {"model": f"{NAME}:latest", "prompt": "Hello", "system": "Be brief."})
         assert prompt(api).startswith("system\nBe brief.")
@@ -126,7 +128,7 @@ async def test_a_prompt_goes_through_the_template_unless_it_is_raw() -> None:
         assert "user" not in prompt(api)
 
 
-async def test_results_of_tools_go_to_the_calls_in_turn() -> None:
+async def test_tool_results_without_ids_match_calls_in_order() -> None:
     calls = [{"function": {"name": name, "arguments": json.loads(arguments)}} for name, arguments in EXPECTED]
     turns = [
         *HELLO["messages"],
@@ -154,14 +156,14 @@ async def test_results_of_tools_go_to_the_calls_in_turn() -> None:
         (GENERATE, {"model": NAME, "prompt": 3}, 400, "prompt"),
     ],
 )
-async def test_errors_are_one_message(path: str, body: dict[str, Any], status: int, says: str) -> None:
+async def test_ollama_error_body_is_single_message(path: str, body: dict[str, Any], status: int, says: str) -> None:
     async with speaker("x") as api:
         error = await api.post(path, body, status)
     assert error.keys() == {"error"}
     assert says in error["error"]
 
 
-async def test_loading_a_model_and_asking_what_there_is() -> None:
+async def test_empty_request_loads_model_and_tags_list_models() -> None:
     async with speaker("x") as api:
         for path, body in ((CHAT, {"model": NAME, "messages": []}), (GENERATE, {"model": NAME, "keep_alive": 0})):
             answer = await api.post(path, body)
@@ -171,7 +173,7 @@ async def test_loading_a_model_and_asking_what_there_is() -> None:
             (first, second) = (await api.http.get(path)).json()["models"]
             assert (first["name"], second["model"]) == (NAME, "second")
         assert (await api.http.get("/api/version")).json()["version"]
-        shown = await api.post("/api/show", {"model": NAME})
-        assert shown["capabilities"] == ["completion", "tools"]
-        assert shown["model_info"]["quire.context_length"] == 2048
+        details = await api.post("/api/show", {"model": NAME})
+        assert details["capabilities"] == ["completion", "tools"]
+        assert details["model_info"]["quire.context_length"] == 2048
         await api.post("/api/show", {"model": "nope"}, 404)

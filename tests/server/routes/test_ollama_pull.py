@@ -12,16 +12,16 @@ from tests.server.fake import FakeEngine, hashed
 from tests.stand_in_hub import Repo, stand_in_hub, tiny_gguf
 
 
-async def test_nothing_is_downloaded_unless_the_operator_lets_it(api: Api) -> None:
+async def test_pull_is_rejected_without_allow_pull(api: Api) -> None:
     answer = await api.http.post("/api/pull", json={"model": "own/m"})
     assert (answer.status_code, "--allow-pull" in answer.json()["error"]) == (400, True)
 
 
-async def test_it_is_an_admin_s_and_a_body_is_checked() -> None:
+async def test_pull_requires_admin_key_and_valid_body() -> None:
     options = {"allow_pull": True, "api_key": ["sk-user"], "admin_api_key": ["sk-admin"]}
     async with open_api(FakeEngine(hashed(b"a")), **options) as api:
-        asked = {"json": {"model": "own/m"}}
-        refused = await api.http.post("/api/pull", **asked, headers={"x-api-key": "sk-user"})
+        request = {"json": {"model": "own/m"}}
+        refused = await api.http.post("/api/pull", **request, headers={"x-api-key": "sk-user"})
         assert refused.status_code == 403
         for body in ({}, {"model": "--revision"}, {"model": "x" * 70_000}):
             answer = await api.http.post("/api/pull", json=body, headers={"x-api-key": "sk-admin"})
@@ -31,7 +31,7 @@ async def test_it_is_an_admin_s_and_a_body_is_checked() -> None:
 
 
 @pytest.mark.slow
-async def test_a_model_is_pulled_and_what_is_wrong_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_pull_downloads_model_and_reports_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with stand_in_hub() as hub:
         hub.repos["own/g"] = Repo({"g-Q8_0.gguf": tiny_gguf("Q8_0")})
         for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_DISABLE_XET", "1")):

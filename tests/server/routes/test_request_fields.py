@@ -30,7 +30,7 @@ def ids(text: str) -> list[int]:
     return byte_level_tokenizer().tokenizer.encode(text)
 
 
-async def test_allowed_tokens_and_bad_words_reach_the_engine(api: Api) -> None:
+async def test_allowed_token_ids_and_bad_words_reach_engine(api: Api) -> None:
     body = {"max_tokens": 1, "allowed_token_ids": [65, 66], "bad_words": ["ab", " c"]}
     await api.post(COMPLETIONS, {**body, "prompt": "x"})
     await api.post(CHAT, {**body, "messages": HELLO})
@@ -43,14 +43,14 @@ async def test_allowed_tokens_and_bad_words_reach_the_engine(api: Api) -> None:
 
 
 @pytest.mark.parametrize("named", [sentence_piece_tokenizer(), *real_tokenizers()], ids=lambda named: named.name)
-def test_bad_words_are_met_at_the_beginning_and_behind_a_space(named: Any) -> None:
+def test_bad_words_match_at_start_and_after_space(named: Any) -> None:
     forms = bad_words_ids(["ab"], named.tokenizer)
     for text in ("ab", " ab"):
         assert tuple(named.tokenizer.encode(text, add_special_tokens=False)) in forms
 
 
 @pytest.mark.parametrize("text", ["aé", "ab"])
-async def test_token_ids(text: str) -> None:
+async def test_completion_returns_token_ids_whole_and_streamed(text: str) -> None:
     async with open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS])) as api:
         body = {"prompt": ["Hi", "x"], "return_token_ids": True, "n": 2}
         whole = (await api.post(COMPLETIONS, body))["choices"]
@@ -66,19 +66,19 @@ async def test_token_ids(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema", "stop_regex"])
-async def test_constraints_of_other_servers_are_not_ignored(api: Api, name: str) -> None:
+async def test_constraint_fields_of_other_servers_are_rejected(api: Api, name: str) -> None:
     error = await api.post("/v1/completions", {"prompt": "a", name: "a+"}, status=400)
     assert error["error"]["param"] == name
     assert ("use structured_outputs" in error["error"]["message"]) is (name != "stop_regex")
 
 
-async def test_webhooks_are_refused_with_what_to_ask_instead(api: Api) -> None:
-    for path, asked in (("/v1/responses", {"input": "a"}), ("/v1/completions", {"prompt": "a"})):
-        error = await api.post(path, asked | {"webhook_url": "http://a"}, status=400)
+async def test_webhook_url_is_rejected_with_alternative(api: Api) -> None:
+    for path, body in (("/v1/responses", {"input": "a"}), ("/v1/completions", {"prompt": "a"})):
+        error = await api.post(path, body | {"webhook_url": "http://a"}, status=400)
         assert "GET /v1/responses/{id} or /v1/batches/{id}" in error["error"]["message"]
 
 
-async def test_token_ids_of_a_chat() -> None:
+async def test_chat_returns_token_ids_whole_and_streamed() -> None:
     async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS])) as api:
         body = {"messages": HELLO, "return_token_ids": True}
         whole = await api.post(CHAT, body)
@@ -92,11 +92,11 @@ async def test_token_ids_of_a_chat() -> None:
                 assert event["prompt_token_ids"] == whole["prompt_token_ids"], "on the first chunk, with the role"
             assert not any("prompt_token_ids" in event for event in rest)
             for index in range(n):
-                mine = [event["choices"][0] for event in rest if event["choices"][0]["index"] == index]
-                assert [token for choice in mine for token in choice["token_ids"]] == [*b"abc", EOS]
+                choices = [event["choices"][0] for event in rest if event["choices"][0]["index"] == index]
+                assert [token for choice in choices for token in choice["token_ids"]] == [*b"abc", EOS]
 
 
-async def test_keys_that_vllm_s_clients_read_unasked_are_null(api: Api) -> None:
+async def test_vllm_response_fields_are_null_unless_requested(api: Api) -> None:
     completion = await api.openai.completions.create(model=NAME, prompt="Hi", max_tokens=2)
     choice: Any = completion.choices[0]
     assert (choice.prompt_token_ids, choice.prompt_logprobs, choice.token_ids) == (None, None, None)
@@ -105,12 +105,12 @@ async def test_keys_that_vllm_s_clients_read_unasked_are_null(api: Api) -> None:
     chunks: Any = await api.openai.completions.create(model=NAME, prompt="Hi", max_tokens=2, stream=True)
     assert [(c.choices[0].prompt_token_ids, c.choices[0].token_ids) async for c in chunks] == [(None, None)] * 2
     chunks = await api.openai.chat.completions.create(model=NAME, messages=HELLO, max_tokens=2, stream=True)
-    told = [chunk async for chunk in chunks]
-    assert told[0].prompt_token_ids is None
-    assert [chunk.choices[0].token_ids for chunk in told] == [None] * 3
+    chat_chunks = [chunk async for chunk in chunks]
+    assert chat_chunks[0].prompt_token_ids is None
+    assert [chunk.choices[0].token_ids for chunk in chat_chunks] == [None] * 3
 
 
-async def test_token_ids_end_where_a_stop_string_does() -> None:
+async def test_token_ids_end_at_stop_string() -> None:
     async with open_api(FakeEngine(scripted(b"one two", EOS), eos=[EOS], burst=10)) as api:
         body = {"prompt": "x", "return_token_ids": True, "stop": "e t"}
         whole = (await api.post(COMPLETIONS, body))["choices"][0]
@@ -119,7 +119,7 @@ async def test_token_ids_end_where_a_stop_string_does() -> None:
         assert (echoed["choices"][0]["text"], echoed["choices"][0]["token_ids"]) == ("x", [])
 
 
-async def test_logprobs_may_name_tokens_by_id() -> None:
+async def test_return_tokens_as_token_ids_names_logprobs_by_id() -> None:
     async with open_api(FakeEngine(scripted("é".encode(), EOS), eos=[EOS])) as api:
         shown = {"return_tokens_as_token_ids": True}
         answer = await api.post(COMPLETIONS, {"prompt": "x", "logprobs": 2, **shown})
@@ -134,7 +134,7 @@ async def test_logprobs_may_name_tokens_by_id() -> None:
         assert next(e["choices"][0]["logprobs"]["content"][0] for e in events if e["choices"][0]["logprobs"]) == first
 
 
-async def test_listed_tokens_and_the_picked_one_are_all_that_is_reported() -> None:
+async def test_logprob_token_ids_report_listed_and_sampled_tokens_only() -> None:
     listed, shown = [98, 120, 98], {"return_tokens_as_token_ids": True}
     async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS], burst=2)) as api:
         body = {"prompt": "x", "logprobs": 3, "logprob_token_ids": listed, "n": 2, **shown}
@@ -165,44 +165,48 @@ async def test_listed_tokens_and_the_picked_one_are_all_that_is_reported() -> No
         assert len(best["choices"][0]["logprobs"]["top_logprobs"][0]) == 3
 
 
-async def test_long_prompts_are_truncated_on_request(api: Api) -> None:
-    async def seen(path: str, **body: Any) -> list[int]:
+async def test_truncate_prompt_tokens_keeps_end_of_prompt(api: Api) -> None:
+    async def prompt_ids(path: str, **body: Any) -> list[int]:
         await api.post(path, body)
         return api.engine.seen[-1].prompt_ids
 
     long = "".join(chr(97 + i % 26) for i in range(600))
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=7) == ids(long[-7:])
-    assert await seen(COMPLETIONS, prompt="abc", truncate_prompt_tokens=7) == ids("abc")
-    assert await seen(COMPLETIONS, prompt=ids(long), truncate_prompt_tokens=3) == ids(long[-3:])
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=12) == ids(long[-500:])
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1) == ids(long[-496:])
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=512) == ids(long[-1:])
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=7) == ids(long[-7:])
+    assert await prompt_ids(COMPLETIONS, prompt="abc", truncate_prompt_tokens=7) == ids("abc")
+    assert await prompt_ids(COMPLETIONS, prompt=ids(long), truncate_prompt_tokens=3) == ids(long[-3:])
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=12) == ids(long[-500:])
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1) == ids(long[-496:])
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=512) == ids(long[-1:])
     chat = [{"role": "user", "content": long}]
     rendered = f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\n"
-    assert await seen(CHAT, messages=chat, truncate_prompt_tokens=-1) == ids(rendered)[-511:]
-    assert await seen(CHAT, messages=chat, truncate_prompt_tokens=40, max_tokens=5) == ids(rendered)[-40:]
+    assert await prompt_ids(CHAT, messages=chat, truncate_prompt_tokens=-1) == ids(rendered)[-511:]
+    assert await prompt_ids(CHAT, messages=chat, truncate_prompt_tokens=40, max_tokens=5) == ids(rendered)[-40:]
     echoed = await api.post(COMPLETIONS, {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True})
     assert echoed["choices"][0]["text"].startswith("ef")
     assert echoed["usage"]["prompt_tokens"] == 2
     await api.post(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 512}, 400)
 
 
-async def test_prompts_are_truncated_on_the_side_that_is_asked_for(api: Api) -> None:
-    async def seen(path: str, **body: Any) -> list[int]:
+async def test_truncation_side_selects_end_to_cut(api: Api) -> None:
+    async def prompt_ids(path: str, **body: Any) -> list[int]:
         await api.post(path, body)
         return api.engine.seen[-1].prompt_ids
 
     long, right = "".join(chr(97 + i % 26) for i in range(600)), {"truncation_side": "right"}
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=7, **right) == ids(long[:7])
-    assert await seen(COMPLETIONS, prompt=ids(long), truncate_prompt_tokens=7, **right) == ids(long[:7])
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=12, **right) == ids(long[:500])
-    assert await seen(COMPLETIONS, prompt="abc", truncate_prompt_tokens=7, **right) == ids("abc")
-    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=7, truncation_side="left") == ids(long[-7:])
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=7, **right) == ids(long[:7])
+    assert await prompt_ids(COMPLETIONS, prompt=ids(long), truncate_prompt_tokens=7, **right) == ids(long[:7])
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=12, **right) == ids(
+        long[:500]
+    )
+    assert await prompt_ids(COMPLETIONS, prompt="abc", truncate_prompt_tokens=7, **right) == ids("abc")
+    assert await prompt_ids(COMPLETIONS, prompt=long, truncate_prompt_tokens=7, truncation_side="left") == ids(
+        long[-7:]
+    )
     chat = [{"role": "user", "content": long}]
     rendered = ids(f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\n")
     for streamed in (False, True):
-        assert await seen_chat(api, chat, 40, {"stream": streamed}, **right) == rendered[:40]
-        assert await seen_chat(api, chat, 40, {"stream": streamed}) == rendered[-40:]
+        assert await chat_prompt_ids(api, chat, 40, {"stream": streamed}, **right) == rendered[:40]
+        assert await chat_prompt_ids(api, chat, 40, {"stream": streamed}) == rendered[-40:]
     echoed = await api.post(COMPLETIONS, {"prompt": ["abcd", "xy"], "truncate_prompt_tokens": 3, "echo": True, **right})
     assert [choice["text"][:3] for choice in echoed["choices"]] == ["abc", "xy" + echoed["choices"][1]["text"][2]]
     await api.post(COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 3, "truncation_side": "middle"}, 400)
@@ -210,13 +214,13 @@ async def test_prompts_are_truncated_on_the_side_that_is_asked_for(api: Api) -> 
     assert response.headers["x-ignored-params"] == "truncation_side", "nothing is truncated"
 
 
-async def seen_chat(api: Api, chat: Any, limit: int, options: dict[str, Any], **side: str) -> list[int]:
+async def chat_prompt_ids(api: Api, chat: Any, limit: int, options: dict[str, Any], **side: str) -> list[int]:
     body = {"messages": chat, "truncate_prompt_tokens": limit, "max_tokens": 2, **options, **side}
     assert (await api.http.post(CHAT, json=body)).status_code == 200
     return api.engine.seen[-1].prompt_ids
 
 
-async def test_prompt_logprobs() -> None:
+async def test_prompt_logprobs_are_independent_of_echo_logprobs() -> None:
     async with open_api(FakeEngine(scripted(b"c", EOS), eos=[EOS])) as api:
         expected = [
             None,
@@ -243,7 +247,7 @@ async def test_prompt_logprobs() -> None:
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": HELLO})])
-async def test_usage_in_every_chunk(path: str, prompt: dict[str, Any]) -> None:
+async def test_continuous_usage_stats_add_usage_to_every_chunk(path: str, prompt: dict[str, Any]) -> None:
     async with open_api(FakeEngine(scripted(b"abcd", EOS), eos=[EOS])) as api:
         options = {"include_usage": True, "continuous_usage_stats": True}
         events = await api.events(path, {**prompt, "stream_options": options})
@@ -255,7 +259,7 @@ async def test_usage_in_every_chunk(path: str, prompt: dict[str, Any]) -> None:
         assert all("usage" not in event for event in await api.events(path, {**prompt, "stream_options": only}))
 
 
-async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_best_of_ranks_by_mean_logprob(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake's tokens are as likely as their ids are high, so the ranking can be computed from the texts."""
     monkeypatch.setattr("tests.server.fake.logprob", lambda token, *_: TokenLogprob(token, -1.0 / token, 1, []))
     engine = FakeEngine(hashed([*b"abcdefgh", EOS]), eos=[EOS])
@@ -270,33 +274,33 @@ async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.M
         def mean(choice: dict[str, Any]) -> float:
             return sum(-1.0 / token for token in choice["token_ids"]) / len(choice["token_ids"])
 
-        wanted = []
+        expected = []
         for first in (0, 5):
-            wanted += sorted(everything["choices"][first : first + 5], key=mean, reverse=True)[:2]
-        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in wanted]
-        assert [choice["text"] for choice in wanted] != [everything["choices"][i]["text"] for i in (0, 1, 5, 6)]
+            expected += sorted(everything["choices"][first : first + 5], key=mean, reverse=True)[:2]
+        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in expected]
+        assert [choice["text"] for choice in expected] != [everything["choices"][i]["text"] for i in (0, 1, 5, 6)]
         same = await api.post(COMPLETIONS, {**body, "n": 5, "best_of": 5})
         assert same["choices"] == everything["choices"]
         await api.events(COMPLETIONS, {**body, "n": 2, "best_of": 2})
 
 
-def test_a_repetition_is_as_vllm_has_it() -> None:
+def test_has_repetition_equals_vllm_definition() -> None:
     """The expected value slices the end into patterns and compares them whole."""
     generator = random.Random(1)
     for _ in range(3000):
         ids = [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
         low, count = generator.randrange(4), generator.randrange(2, 5)
         high = low + generator.randrange(1, 3)
-        wanted = any(
+        expected = any(
             size * count <= len(ids) and ids[-size * count :] == ids[-size:] * count
             for size in range(max(1, low), high + 1)
         )
         rule = RepetitionRule(min_pattern_size=low, max_pattern_size=high, min_count=count)
-        assert has_repetition(ids, rule) is wanted
+        assert has_repetition(ids, rule) is expected
 
 
 @pytest.mark.parametrize("burst", [1, 5, 50])
-async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
+async def test_repetition_detection_ends_repeating_answer(burst: int) -> None:
     engine = FakeEngine(scripted(b"xabcabcabcabc", EOS), eos=[EOS], burst=burst)
     async with open_api(engine) as api:
         rule = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
@@ -311,14 +315,14 @@ async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
             assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
         for more in ({"min_tokens": 12}, {"stop": "bcabc"}, {"repetition_detection": {}}):
             choice = (await api.post(COMPLETIONS, {**body, "prompt": "x", **more}))["choices"][0]
-            kept = {"min_tokens": "xabcabcabcab", "stop": "xa", "repetition_detection": "xabcabcabcabc"}[
+            expected_text = {"min_tokens": "xabcabcabcab", "stop": "xa", "repetition_detection": "xabcabcabcabc"}[
                 next(iter(more))
             ]
-            assert choice["text"] == kept
+            assert choice["text"] == expected_text
 
 
 @pytest.mark.parametrize("marks", INFILL_TOKENS)
-async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
+async def test_suffix_builds_fill_in_the_middle_prompt(marks: tuple[str, str, str]) -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
         backend = api.runtime.model.tokenizer.backend
@@ -332,7 +336,7 @@ async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
         assert engine.seen[-1].prompt_ids == ids("Hi")
 
 
-async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
+async def test_infill_suffix_has_no_sentencepiece_space(api: Api) -> None:
     tokenizer = sentence_piece_tokenizer().tokenizer
     marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
     tokenizer.backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
@@ -343,7 +347,7 @@ async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
     assert api.engine.seen[-1].prompt_ids == [1, before, spaced, between, bare, middle]
 
 
-async def test_codestral_reads_the_suffix_first() -> None:
+async def test_codestral_infill_puts_suffix_first() -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
         backend = api.runtime.model.tokenizer.backend
@@ -354,7 +358,7 @@ async def test_codestral_reads_the_suffix_first() -> None:
 
 
 @pytest.mark.parametrize("named", real_tokenizers(), ids=lambda named: named.name)
-def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
+def test_infill_ids_equal_tokenized_marked_text(named: Any) -> None:
     tokenizer = named.tokenizer
     marks = next((marks for marks in INFILL_TOKENS if None not in map(tokenizer.backend.token_to_id, marks)), None)
     prompt, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(x):", " return y"))
@@ -368,15 +372,15 @@ def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("n", [1, 128])
-async def test_what_every_answer_carries_is_bounded_in_all(api: Api, n: int) -> None:
+async def test_per_choice_request_data_is_bounded_in_total(api: Api, n: int) -> None:
     """Each choice sends its own copy to the engine."""
     lists = {
         "allowed_token_ids": {"allowed_token_ids": [5] * 10_000},
         "bad_words": {"bad_words": [f"{i:04}" + "x" * 100 for i in range(100)]},
         "structured_outputs": {"guided_grammar": "start: /a/\n" + "// a comment\n" * 20_000},
     }
-    for param, given in lists.items():
-        body = {"prompt": "x", "max_tokens": 1, "n": n, **given}
+    for param, fields in lists.items():
+        body = {"prompt": "x", "max_tokens": 1, "n": n, **fields}
         response = await api.http.post(COMPLETIONS, json=body)
         assert response.status_code == (200 if n == 1 else 400), response.text
         if n > 1:

@@ -26,7 +26,7 @@ PATCH = {"type": "custom", "name": "patch", "description": "Applies a patch."}
 TOOLS = [WEATHER, CLOCK, PATCH]
 
 
-def lark(definition: str, syntax: str = "lark") -> dict[str, Any]:
+def patch_tool(definition: str, syntax: str = "lark") -> dict[str, Any]:
     return {**PATCH, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
 
 
@@ -43,7 +43,7 @@ async def stream(api: Api, body: dict[str, Any]) -> list[Any]:
     return events_of(response.text)
 
 
-async def test_an_answer_with_reasoning_text_and_calls_whole_and_streamed() -> None:
+async def test_response_has_reasoning_text_and_calls_whole_and_streamed() -> None:
     async with speaker(f"<think>Hm.</think>Let me see.\n{TWO}\n{PATCHED}", reasoning_parser="think") as api:
         body = {**HELLO, "tools": TOOLS, "instructions": "Be brief.", "metadata": {"a": "b"}}
         whole = await api.post(PATH, body)
@@ -82,7 +82,7 @@ texts = st.lists(
 
 @settings(deadline=None)
 @given(text=texts.map("".join), most=st.integers(1, 300), burst=st.integers(1, 4))
-async def test_a_whole_answer_is_the_fold_of_the_stream(text: str, most: int, burst: int) -> None:
+async def test_streamed_response_assembles_to_whole_response(text: str, most: int, burst: int) -> None:
     engine = FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=4096, burst=burst)
     body = {**HELLO, "tools": TOOLS, "max_output_tokens": most}
     async with open_api(engine, chat_template=HERMES, reasoning_parser="think") as api:
@@ -94,7 +94,7 @@ async def test_a_whole_answer_is_the_fold_of_the_stream(text: str, most: int, bu
 
 @settings(deadline=None)
 @given(text=st.text("aé€ ", max_size=9), most=st.integers(1, 30), burst=st.integers(1, 4))
-async def test_a_text_with_log_probabilities_is_the_fold_too(text: str, most: int, burst: int) -> None:
+async def test_streamed_logprobs_assemble_to_whole_logprobs(text: str, most: int, burst: int) -> None:
     body = {**HELLO, "max_output_tokens": most, "top_logprobs": 2}
     async with open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS], burst=burst)) as api:
         whole = await api.post(PATH, body)
@@ -103,7 +103,7 @@ async def test_a_text_with_log_probabilities_is_the_fold_too(text: str, most: in
     assert len(content["logprobs"]) == len(text.encode()[:most])
 
 
-async def test_the_sdk_reads_it() -> None:
+async def test_openai_sdk_reads_response_and_stream() -> None:
     async with speaker("Hello") as api:
         answer = await api.openai.responses.create(model=NAME, input="Hi", temperature=0.5)
         assert (answer.output_text, answer.status, answer.temperature) == ("Hello", "completed", 0.5)
@@ -113,7 +113,7 @@ async def test_the_sdk_reads_it() -> None:
         assert "".join(texts) == final.output_text == "Hello"
 
 
-async def test_log_probabilities() -> None:
+async def test_response_logprobs_list_bytes_and_top_alternatives() -> None:
     async with open_api(FakeEngine(scripted("é!".encode(), EOS), eos=[EOS])) as api:
         body = {**HELLO, "top_logprobs": 1, "include": ["message.output_text.logprobs"]}
         (content,) = (await api.post(PATH, body))["output"][0]["content"]
@@ -122,7 +122,7 @@ async def test_log_probabilities() -> None:
         assert without_ids(folded(await stream(api, body)))["output"][0]["content"] == [content]
 
 
-async def test_how_answers_end() -> None:
+async def test_incomplete_and_empty_responses_have_status_and_text() -> None:
     async with speaker("Hello") as api:
         for body in ({**HELLO, "max_output_tokens": 2}, {**HELLO, "max_output_tokens": 2, "stream": True}):
             if "stream" in body:
@@ -137,7 +137,7 @@ async def test_how_answers_end() -> None:
         assert without_ids(folded(await stream(api, HELLO))) == without_ids(whole)
 
 
-async def test_a_failure_inside_a_stream_is_the_responses() -> None:
+async def test_engine_error_in_stream_sends_response_failed() -> None:
     async with open_api(FakeEngine(hashed(b"ab"), fail_at=3)) as api:
         events = await stream(api, HELLO)
         error = await api.post(PATH, HELLO, 500)
@@ -147,7 +147,7 @@ async def test_a_failure_inside_a_stream_is_the_responses() -> None:
     assert error["error"]["type"] == "server_error"
 
 
-async def test_a_conversation_with_tools_as_the_template_gets_it() -> None:
+async def test_input_items_become_template_messages() -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "d"}]},
         {"role": "user", "content": "a"},
@@ -172,7 +172,7 @@ async def test_a_conversation_with_tools_as_the_template_gets_it() -> None:
     assert [turn.get("name") for turn in seen[3:5]] == ["weather", "patch"]
 
 
-async def test_reasoning_goes_back_and_forth_for_clients_that_keep_it_sealed() -> None:
+async def test_encrypted_reasoning_round_trips_to_template() -> None:
     async with speaker(
         "<think>Secret é</think>So", reasoning_parser="think", chat_template="{{ messages|tojson }}"
     ) as api:
@@ -190,7 +190,7 @@ async def test_reasoning_goes_back_and_forth_for_clients_that_keep_it_sealed() -
         assert json.loads(prompt(api))[1]["reasoning_content"] == "s"
 
 
-async def test_choices_of_tools() -> None:
+async def test_tool_choice_controls_calls_and_grammar() -> None:
     async with speaker(TWO) as api:
         for fields, called in (({}, 2), ({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0)):
             answer = await api.post(PATH, {**HELLO, "tools": TOOLS, **fields})
@@ -210,7 +210,7 @@ async def test_choices_of_tools() -> None:
             assert {name for name in ("weather", "clock", "patch") if name in grammar.text} == names
 
 
-async def test_tools_in_a_namespace() -> None:
+async def test_namespaced_tools_round_trip() -> None:
     space = {"type": "namespace", "name": "sky", "description": "d", "tools": [WEATHER, PATCH]}
     text = TWO.partition("\n<tool_call>")[0].replace('"weather"', '"sky.weather"') + PATCHED.replace(
         "patch", "sky.patch"
@@ -231,7 +231,7 @@ async def test_tools_in_a_namespace() -> None:
         assert "=sky.weather(Rome)" in prompt(api)
 
 
-async def test_structured_output() -> None:
+async def test_text_format_sets_grammar() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     async with speaker('{"a": 1}', chat_template=CHATML) as api:
@@ -266,12 +266,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "bnf", "definition": "x"}}]}, "tools", "tools[0]"),
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark"}}]}, "tools", "tools[0]"),
     (
-        {"tools": [lark('start: "(" start? ")"')]},
+        {"tools": [patch_tool('start: "(" start? ")"')]},
         "tools",
         "tools[0].format: the grammar of patch: the grammar",
     ),
-    ({"tools": [lark('begin: "x"')]}, "tools", "no rule named start"),
-    ({"tools": [lark("(", "regex")]}, "tools", "tools"),
+    ({"tools": [patch_tool('begin: "x"')]}, "tools", "no rule named start"),
+    ({"tools": [patch_tool("(", "regex")]}, "tools", "tools"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"top_logprobs": 99}, "top_logprobs", "top_logprobs"),
     ({"top_logprobs": 1, "tools": [WEATHER]}, "top_logprobs", "/v1/chat/completions has them"),
@@ -290,7 +290,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("fields", "param", "named"), BAD, ids=range(len(BAD)))
-async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, named: str) -> None:
+async def test_invalid_response_field_is_rejected_with_param(fields: dict[str, Any], param: str, named: str) -> None:
     async with speaker("x") as api:
         error = (await api.post(PATH, {**HELLO, **fields}, 400))["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -298,7 +298,7 @@ async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, named: s
         assert api.engine.seen == []
 
 
-async def test_fields_of_a_chat_that_other_servers_take_here() -> None:
+async def test_chat_fields_of_other_servers_apply_to_responses() -> None:
     async with speaker("<think>Hm.</think>Let me see.", reasoning_parser="think") as api:
         fields = {"top_k": 3, "stop": "see", "include_reasoning": False}
         whole = await api.post(PATH, {**HELLO, **fields})
@@ -307,15 +307,15 @@ async def test_fields_of_a_chat_that_other_servers_take_here() -> None:
     assert message["content"][0]["text"] == "Let me "
 
 
-async def test_what_has_no_effect_is_told() -> None:
+async def test_ignored_response_fields_are_listed_in_header() -> None:
     search = [{"type": "web_search", "external_web_access": False}, {"type": "tool_search", "execution": "client"}]
     fields = {"truncation": "auto", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
     async with speaker("x", chat_template=CHATML) as api:
         answer = await api.http.post(
             PATH, json={**HELLO, **fields, "tools": search, "user": "me", "prompt_cache_key": "x"}
         )
-    told = set(answer.headers["x-ignored-params"].split(", "))
-    assert told == {
+    ignored = set(answer.headers["x-ignored-params"].split(", "))
+    assert ignored == {
         "user",
         "truncation",
         "text.verbosity",

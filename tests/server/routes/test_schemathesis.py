@@ -41,12 +41,16 @@ def operations() -> list[Any]:
     are described by their path alone.
     """
     description = make_app(FakeEngine(hashed(ENGINE_TOKENS))).openapi()
-    found = [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
+    all_operations = [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
     waits = (RECORDS, GROUP)
-    return [each for each in found if each.path not in waits and "text/event-stream" not in str(each.definition.raw)]
+    return [
+        each
+        for each in all_operations
+        if each.path not in waits and "text/event-stream" not in str(each.definition.raw)
+    ]
 
 
-def kinds() -> list[Any]:
+def operation_cases() -> list[Any]:
     """Return each operation with requests that the description allows, and those with a body also with requests that it
     forbids.
     """
@@ -58,13 +62,15 @@ def kinds() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("operation", "mode"), kinds())
+@pytest.mark.parametrize(("operation", "mode"), operation_cases())
 @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-async def test_every_answer_has_a_status_and_a_shape(operation: Any, mode: GenerationMode, data: st.DataObject) -> None:
-    kept = sent(data.draw(operation.as_strategy(generation_mode=mode)))
+async def test_generated_request_gets_no_5xx_and_valid_error_format(
+    operation: Any, mode: GenerationMode, data: st.DataObject
+) -> None:
+    kwargs = request_options(data.draw(operation.as_strategy(generation_mode=mode)))
     async with open_api(FakeEngine(hashed(ENGINE_TOKENS), max_model_len=64)) as api:
-        check(await api.http.request(**kept), operation.path)
+        check_response(await api.http.request(**kwargs), operation.path)
 
 
 VECTORS = ("/v1/embeddings", "/pooling", "/classify", "/v1/score", "/v1/rerank", "/v2/rerank", "/invocations")
@@ -75,27 +81,27 @@ def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return save_tiny_encoder(tmp_path_factory.mktemp("encoder"), "bert", labels=request.param)
 
 
-@pytest.mark.parametrize(("operation", "mode"), [each for each in kinds() if each.values[0].path in VECTORS])
+@pytest.mark.parametrize(("operation", "mode"), [each for each in operation_cases() if each.values[0].path in VECTORS])
 @settings(max_examples=max(1, EXAMPLES // 6), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-async def test_vectors_of_a_real_model_too(
+async def test_generated_request_to_real_encoder_gets_valid_status(
     encoder: Path, operation: Any, mode: GenerationMode, data: st.DataObject
 ) -> None:
-    kept = sent(data.draw(operation.as_strategy(generation_mode=mode)))
+    kwargs = request_options(data.draw(operation.as_strategy(generation_mode=mode)))
     async with serving(encoder, pair_tokenizer().tokenizer) as api:
-        check(await api.http.request(**kept), operation.path)
+        check_response(await api.http.request(**kwargs), operation.path)
 
 
-def sent(case: Any) -> dict[str, Any]:
+def request_options(case: Any) -> dict[str, Any]:
     """Return the HTTP request of a generated case."""
-    given = case.as_transport_kwargs(base_url="http://quire")
-    kept = {name: given[name] for name in ("method", "url", "params", "headers", "json") if name in given}
-    if isinstance(given.get("data"), bytes):
-        kept["content"] = given["data"]
-    return kept
+    transport = case.as_transport_kwargs(base_url="http://quire")
+    kwargs = {name: transport[name] for name in ("method", "url", "params", "headers", "json") if name in transport}
+    if isinstance(transport.get("data"), bytes):
+        kwargs["content"] = transport["data"]
+    return kwargs
 
 
-def check(response: httpx.Response, path: str) -> None:
+def check_response(response: httpx.Response, path: str) -> None:
     if response.status_code >= 400:
         check_error(response.json(), path)
         in_time = "timeout" not in response.text  # 503 and 504, which the request's own timeout causes
@@ -110,8 +116,8 @@ def check_error(body: Any, path: str) -> None:
         return
     if path == "/v1/systemone":  # as TypeSafe has them
         assert set(body) == {"detail"}
-        found = [set(each) for each in body["detail"]] if isinstance(body["detail"], list) else [set(body["detail"])]
-        assert found in ([{"loc", "msg", "type"}], [{"error_type", "message"}])
+        details = [set(each) for each in body["detail"]] if isinstance(body["detail"], list) else [set(body["detail"])]
+        assert details in ([{"loc", "msg", "type"}], [{"error_type", "message"}])
         return
     assert set(body) == {"error"}
     if path.startswith("/api/"):  # as Ollama has them

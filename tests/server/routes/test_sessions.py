@@ -16,29 +16,31 @@ MARK = {"type": "ephemeral", "ttl": "1h"}
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
-    said = [{"role": "user", "content": "Hello"}]
+    messages = [{"role": "user", "content": "Hello"}]
     if path == MESSAGES:
-        return {"messages": said, "max_tokens": 2, **fields}
+        return {"messages": messages, "max_tokens": 2, **fields}
     if path == RESPONSES:
-        return {"input": said, "max_output_tokens": 2, **fields}
+        return {"input": messages, "max_output_tokens": 2, **fields}
     return (
-        {"messages": said, "max_tokens": 2, **fields} if path == CHAT else {"prompt": "Hi", "max_tokens": 2, **fields}
+        {"messages": messages, "max_tokens": 2, **fields}
+        if path == CHAT
+        else {"prompt": "Hi", "max_tokens": 2, **fields}
     )
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT, RESPONSES, MESSAGES])
-async def test_every_api_takes_a_session(api: Api, path: str) -> None:
+async def test_every_api_accepts_session_fields(api: Api, path: str) -> None:
     answer = await api.http.post(path, json=body(path, session_id="talk", session_ttl=30))
     assert answer.status_code == 200, answer.text
     assert "x-ignored-params" not in answer.headers
     await api.post(path, body(path, prompt_cache_key="key"))
     await api.post(path, body(path, prompt_cache_retention="24h"))
     await api.post(path, body(path))
-    told = [(each.session, each.keep_seconds) for each in api.engine.seen]
-    assert told == [("talk", 30.0), ("", 600.0), ("", 86400.0), ("", 0.0)]
+    sessions = [(each.session, each.keep_seconds) for each in api.engine.seen]
+    assert sessions == [("talk", 30.0), ("", 600.0), ("", 86400.0), ("", 0.0)]
 
 
-async def test_anthropic_s_marks_say_for_how_long(api: Api) -> None:
+async def test_anthropic_cache_control_ttl_sets_keep_seconds(api: Api) -> None:
     text = {"type": "text", "text": "Hello"}
     marked = [
         {"system": [{**text, "cache_control": {"type": "ephemeral"}}]},
@@ -67,21 +69,21 @@ async def test_anthropic_s_marks_say_for_how_long(api: Api) -> None:
         ({"prompt_cache_retention": "1w"}, "prompt_cache_retention"),
     ],
 )
-async def test_what_cannot_be_kept_is_refused(api: Api, fields: dict[str, Any], named: str) -> None:
+async def test_invalid_session_fields_are_rejected(api: Api, fields: dict[str, Any], named: str) -> None:
     answer = await api.http.post("/v1/completions", json=body("/v1/completions", **fields))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
 
 
-async def test_a_conversation_is_warmed_with_the_tokens_that_it_had(api: Api) -> None:
+async def test_session_warm_prefills_tokens_of_last_turn(api: Api) -> None:
     await api.post(CHAT, body(CHAT, session_id="talk", session_ttl=50))
-    (said,) = api.engine.seen
-    told = await api.post("/v1/sessions/talk/warm", {})
-    assert told["object"] == "session.warmed"
-    assert told["tokens"] == told["cached_tokens"] + told["computed_tokens"] == len(said.prompt_ids) + 2
+    (chat_request,) = api.engine.seen
+    warmed = await api.post("/v1/sessions/talk/warm", {})
+    assert warmed["object"] == "session.warmed"
+    assert warmed["tokens"] == warmed["cached_tokens"] + warmed["computed_tokens"] == len(chat_request.prompt_ids) + 2
     again = api.engine.seen[-1]
-    assert again.prompt_ids[: len(said.prompt_ids)] == said.prompt_ids
+    assert again.prompt_ids[: len(chat_request.prompt_ids)] == chat_request.prompt_ids
     assert (again.keep_seconds, again.session, again.sampling_params.max_tokens) == (50.0, "", 1)
-    assert (await api.post("/v1/sessions/talk/warm", {}))["tokens"] == told["tokens"], "a hint is no turn"
+    assert (await api.post("/v1/sessions/talk/warm", {}))["tokens"] == warmed["tokens"], "a hint is no turn"
     without = await api.http.post("/v1/sessions/talk/warm")
     assert without.status_code == 200
     for other, salt in (("walk", ""), ("talk", "salt")):
@@ -89,7 +91,7 @@ async def test_a_conversation_is_warmed_with_the_tokens_that_it_had(api: Api) ->
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
 
 
-async def test_other_keys_have_other_conversations() -> None:
+async def test_sessions_are_separate_per_api_key() -> None:
     async with open_api(FakeEngine(hashed(b"abc")), api_key=["one", "two"]) as api:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
         await api.http.post(CHAT, json=body(CHAT, session_id="talk"), headers=one)

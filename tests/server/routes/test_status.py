@@ -17,7 +17,7 @@ from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 
 
-async def test_models(api: Api) -> None:
+async def test_models_endpoint_lists_names_and_context_length(api: Api) -> None:
     listed = await api.openai.models.list()
     assert [model.id for model in listed.data] == [NAME, "second"]
     model = await api.openai.models.retrieve(NAME)
@@ -30,7 +30,7 @@ async def test_models(api: Api) -> None:
     assert answer["model"] == "second"
 
 
-async def test_tokenize_and_back(api: Api) -> None:
+async def test_tokenize_and_detokenize_round_trip(api: Api) -> None:
     answer = await api.post("/tokenize", {"model": NAME, "prompt": "Hé", "return_token_strs": True})
     assert answer == {"count": 3, "max_model_len": 512, "tokens": [72, 195, 169], "token_strs": ["H", "Ã", "©"]}
     answer = await api.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
@@ -39,22 +39,22 @@ async def test_tokenize_and_back(api: Api) -> None:
     assert back["prompt"] == back["content"] == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_tokenizing_holds_up_no_stream(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = []
+async def test_large_tokenize_runs_in_worker_process(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    main_process_calls = []
     for name in ("encode", "decode"):
         plain = getattr(Tokenizer, name)
 
-        def noted(*args: Any, plain: Any = plain, **options: Any) -> Any:
-            here.append(args)
+        def record_call(*args: Any, plain: Any = plain, **options: Any) -> Any:
+            main_process_calls.append(args)
             return plain(*args, **options)
 
-        monkeypatch.setattr(Tokenizer, name, noted)
+        monkeypatch.setattr(Tokenizer, name, record_call)
     answer = await api.post("/tokenize", {"prompt": "x" * 20_000})
     assert (await api.post("/detokenize", {"tokens": answer["tokens"]}))["prompt"] == "x" * 20_000
-    assert not here, "a worker process does it"
+    assert not main_process_calls, "a worker process does it"
 
 
-async def test_health_and_version(api: Api) -> None:
+async def test_health_returns_200_until_engine_dies(api: Api) -> None:
     for path in ("/health", "/ping"):
         response = await api.http.get(path)
         assert (response.status_code, response.content) == (200, b"")
@@ -64,7 +64,7 @@ async def test_health_and_version(api: Api) -> None:
     assert (await api.http.get("/health")).status_code == 503
 
 
-async def test_metrics() -> None:
+async def test_metrics_report_vllm_series() -> None:
     async with open_api(FakeEngine(scripted(b"abc", 258), eos=[258])) as api:
         await api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 10, "n": 2})
         text = (await api.http.get("/metrics")).text
@@ -91,7 +91,7 @@ async def test_metrics() -> None:
         assert f"vllm:{name}" in text
 
 
-async def test_every_metric_of_vllm_s_has_its_labels() -> None:
+async def test_vllm_metrics_have_engine_and_model_labels() -> None:
     async with open_api(FakeEngine(hashed(b"abc"))) as api:
         await api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})
         text = (await api.http.get("/metrics")).text
@@ -107,15 +107,15 @@ async def test_every_metric_of_vllm_s_has_its_labels() -> None:
     assert float(cache.labels["kv_cache_max_concurrency"]) == pytest.approx(100 / (512 / 16), abs=0.01)
 
 
-async def test_answers_of_503_are_counted_by_their_reason() -> None:
-    async def counted(api: Api) -> dict[str, float]:
+async def test_503_responses_are_counted_by_reason() -> None:
+    async def rejection_counts(api: Api) -> dict[str, float]:
         text = (await api.http.get("/metrics")).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {s.labels["reason"]: s.value for s in samples if s.name == "vllm:admission_rejections_total"}
 
     options = {"max_num_seqs": 1, "max_queued_requests": 1, "max_queued_tokens": 6}
     async with open_api(FakeEngine(scripted(b"a" * 400, 258), step_seconds=0.01), **options) as api:
-        assert set((await counted(api)).values()) == {0}
+        assert set((await rejection_counts(api)).values()) == {0}
         await api.post("/v1/completions", {"prompt": "x", "n": 3}, 400)
         running = asyncio.create_task(api.post("/v1/completions", {"prompt": "xyz", "max_tokens": 400}))
         await api.engine.sent.wait()
@@ -126,13 +126,13 @@ async def test_answers_of_503_are_counted_by_their_reason() -> None:
         api.runtime.admission.start_draining()
         await api.post("/v1/completions", {"prompt": "x"}, 503)
         await api.post("/v1/chat/completions", {"messages": []}, 503)
-        told = {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "shutting_down": 2, "asleep": 0}
-        assert await counted(api) == told
+        expected = {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "shutting_down": 2, "asleep": 0}
+        assert await rejection_counts(api) == expected
         running.cancel()
 
 
 @pytest.mark.parametrize("beams", [False, True])
-async def test_a_prompts_choices_are_one_request_as_long_as_its_longest_choice(beams: bool) -> None:
+async def test_choices_of_prompt_count_as_one_request_of_longest_length(beams: bool) -> None:
     async with open_api(FakeEngine(hashed([97, 98, 258]), eos=[258])) as api:
         prompts = [[number] for number in range(1, 5)]
         body = {"prompt": prompts, "max_tokens": 20, "n": 3, "use_beam_search": beams, "return_token_ids": True}
@@ -151,7 +151,7 @@ async def test_a_prompts_choices_are_one_request_as_long_as_its_longest_choice(b
         assert line in text.splitlines(), line
 
 
-def test_a_models_name_is_its_hub_id_or_its_directorys(tmp_path: object) -> None:
+def test_default_model_name_is_hub_id_or_directory(tmp_path: object) -> None:
     assert ServerConfig().model_names == ("quire-demo",)
     assert ServerConfig(model="owner/name").model_names == ("owner/name",)
     assert ServerConfig(model=str(tmp_path)).model_names == (str(tmp_path).rsplit("/", 1)[-1],)
@@ -169,9 +169,7 @@ def test_a_models_name_is_its_hub_id_or_its_directorys(tmp_path: object) -> None
         ("models--Qwen--Qwen3-0.6B/snapshots/" + "0a" * 20, None, "Qwen/Qwen3-0.6B"),
     ],
 )
-def test_a_folder_whose_name_says_nothing_has_the_name_that_its_config_knows(
-    tmp_path: Path, folder: str, known: object, name: str
-) -> None:
+def test_generic_folder_takes_model_name_from_config(tmp_path: Path, folder: str, known: object, name: str) -> None:
     path = tmp_path / folder
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"_name_or_path": known}))

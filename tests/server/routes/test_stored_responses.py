@@ -49,7 +49,7 @@ async def at_its_end(api: Api, id: str) -> Any:
     return now
 
 
-async def test_a_chain_of_responses_survives_a_restart(tmp_path: Path) -> None:
+async def test_response_chain_survives_restart(tmp_path: Path) -> None:
     async with storing(tmp_path, TWO) as api:
         first = await api.post(PATH, body("One", tools=TOOLS, instructions="Once."))
         assert first["store"] is True
@@ -66,8 +66,8 @@ async def test_a_chain_of_responses_survives_a_restart(tmp_path: Path) -> None:
         third = await api.openai.responses.create(model=NAME, input="Two", previous_response_id=second["id"])
         assert third.previous_response_id == second["id"]
         assert prompt(api).index("One") < prompt(api).index("Done.") < prompt(api).index("Two")
-        got = await api.openai.responses.retrieve(third.id)
-        assert got == third
+        retrieved = await api.openai.responses.retrieve(third.id)
+        assert retrieved == third
         RESPONSE.validate_python((await api.http.get(f"{PATH}/{third.id}")).json())
         await api.openai.responses.delete(second["id"])
         for fields in ({"previous_response_id": second["id"]}, {"previous_response_id": third.id}):
@@ -78,7 +78,7 @@ async def test_a_chain_of_responses_survives_a_restart(tmp_path: Path) -> None:
             await api.openai.responses.retrieve(second["id"])
 
 
-async def test_input_tokens_are_those_of_the_response(tmp_path: Path) -> None:
+async def test_input_tokens_endpoint_equals_response_usage(tmp_path: Path) -> None:
     async with storing(tmp_path, "Done.") as api:
         first = await api.post(PATH, body("One", tools=TOOLS, instructions="Once."))
         about: dict[str, Any] = {"instructions": "Be brief.", "tools": TOOLS, "previous_response_id": first["id"]}
@@ -88,26 +88,26 @@ async def test_input_tokens_are_those_of_the_response(tmp_path: Path) -> None:
             assert answered.usage is not None
             assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
         counting = f"{PATH}/input_tokens"
-        told = await api.http.post(counting, json=body("Two", temperature=1.0, truncation="auto"))
-        assert told.headers["x-ignored-params"] == "truncation, temperature"
+        response = await api.http.post(counting, json=body("Two", temperature=1.0, truncation="auto"))
+        assert response.headers["x-ignored-params"] == "truncation, temperature"
         assert (await api.post(counting, body("x" * 9000)))["input_tokens"] > api.engine.max_model_len
         assert (await api.post(counting, body(previous_response_id="resp_x"), 400))["error"]["param"] == (
             "previous_response_id"
         )
 
 
-async def test_a_streamed_response_is_stored_before_its_end_is_told(tmp_path: Path) -> None:
+async def test_streamed_response_is_stored_when_stream_ends(tmp_path: Path) -> None:
     async with storing(tmp_path) as api:
         response = await api.http.post(PATH, json=body(stream=True), headers={"X-Request-Id": "mine"})
-        told = folded(events_of(response.text))
-        assert (await api.http.get(f"{PATH}/{told['id']}")).json() == told
-        assert told["id"] != "resp_mine", "that may name several"
+        streamed = folded(events_of(response.text))
+        assert (await api.http.get(f"{PATH}/{streamed['id']}")).json() == streamed
+        assert streamed["id"] != "resp_mine", "that may name several"
         unstored = await api.post(PATH, body(store=False))
         assert unstored["store"] is False
         assert (await api.http.get(f"{PATH}/{unstored['id']}")).status_code == 404
 
 
-async def test_input_items_in_pages(tmp_path: Path) -> None:
+async def test_input_items_are_listed_in_pages(tmp_path: Path) -> None:
     items = [
         {"role": "user", "content": "a"},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
@@ -129,21 +129,21 @@ async def test_input_items_in_pages(tmp_path: Path) -> None:
         assert wrong.json()["error"]["param"] == "after"
 
 
-async def test_nobody_sees_anothers(tmp_path: Path) -> None:
+async def test_stored_responses_are_visible_only_to_same_key(tmp_path: Path) -> None:
     async with storing(tmp_path, api_key=["a", "b"]) as api:
         mine, other = ({"Authorization": f"Bearer {key}"} for key in "ab")
         answer = (await api.http.post(PATH, json=body(), headers=mine)).json()
-        kept = (await api.http.post("/v1/conversations", json={}, headers=mine)).json()
-        for path in (f"{PATH}/{answer['id']}", f"/v1/conversations/{kept['id']}"):
+        conversation = (await api.http.post("/v1/conversations", json={}, headers=mine)).json()
+        for path in (f"{PATH}/{answer['id']}", f"/v1/conversations/{conversation['id']}"):
             assert (await api.http.get(path, headers=other)).status_code == 404
             assert (await api.http.delete(path, headers=other)).status_code == 404
             assert (await api.http.get(path, headers=mine)).status_code == 200
-        for fields in ({"previous_response_id": answer["id"]}, {"conversation": kept["id"]}):
+        for fields in ({"previous_response_id": answer["id"]}, {"conversation": conversation["id"]}):
             assert (await api.http.post(PATH, json=body(**fields), headers=other)).status_code == 400
             assert (await api.http.post(PATH, json=body(**fields), headers=mine)).status_code == 200
 
 
-async def test_without_a_folder_nothing_is_stored() -> None:
+async def test_nothing_is_stored_without_data_dir() -> None:
     async with open_api(FakeEngine(scripted(b"x", EOS), eos=[EOS])) as api:
         for fields in ({"previous_response_id": "resp_1"}, {"conversation": "conv_1"}, {"background": True}):
             error = (await api.post(PATH, body(**fields), 400))["error"]
@@ -156,14 +156,14 @@ async def test_without_a_folder_nothing_is_stored() -> None:
         assert (await api.http.post("/v1/conversations", json={})).status_code == 404
 
 
-async def test_what_excludes_each_other(tmp_path: Path) -> None:
+async def test_mutually_exclusive_response_fields_are_rejected(tmp_path: Path) -> None:
     async with storing(tmp_path) as api:
         both = await api.post(PATH, body(previous_response_id="a", conversation="b"), 400)
         assert both["error"]["param"] == "conversation"
         assert (await api.post(PATH, body(background=True, store=False), 400))["error"]["param"] == "background"
 
 
-async def test_ids_that_no_store_could_hold_are_refused(tmp_path: Path) -> None:
+async def test_ids_with_surrogates_are_rejected(tmp_path: Path) -> None:
     async with storing(tmp_path) as api:
         for fields in (
             {"previous_response_id": "\ud800"},
@@ -174,7 +174,7 @@ async def test_ids_that_no_store_could_hold_are_refused(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
 
 
-async def test_a_conversation(tmp_path: Path) -> None:
+async def test_conversation_lifecycle_through_openai_sdk(tmp_path: Path) -> None:
     async with storing(tmp_path, "Fine.") as api:
         client = api.openai.conversations
         talk = await client.create(metadata={"a": "b"}, items=[{"type": "message", "role": "user", "content": "Zero"}])
@@ -206,7 +206,7 @@ async def test_a_conversation(tmp_path: Path) -> None:
             assert (await api.post("/v1/conversations", wrong, 400))["error"]["param"] == "items"
 
 
-async def test_a_response_in_the_background(tmp_path: Path) -> None:
+async def test_background_response_completes(tmp_path: Path) -> None:
     async with storing(tmp_path, engine=FakeEngine(scripted(b"Hello", EOS), eos=[EOS], step_seconds=0.01)) as api:
         begun = await api.openai.responses.create(model=NAME, input="Hi", background=True)
         assert (begun.status, begun.background) == ("queued", True)
@@ -215,7 +215,7 @@ async def test_a_response_in_the_background(tmp_path: Path) -> None:
         assert (await api.http.get(f"{PATH}/{begun.id}?stream=true")).json()["error"]["param"] == "stream"
 
 
-async def test_a_background_stream_goes_on_without_its_reader(tmp_path: Path) -> None:
+async def test_background_stream_continues_without_reader(tmp_path: Path) -> None:
     text = b"Hello" * 20
     engine = FakeEngine(scripted(text, EOS), eos=[EOS], step_seconds=0.02)
     async with (
@@ -239,7 +239,7 @@ async def test_a_background_stream_goes_on_without_its_reader(tmp_path: Path) ->
         assert (await client.responses.retrieve(id)).output_text == text.decode()
 
 
-async def test_a_background_response_is_cancelled_or_deleted(tmp_path: Path) -> None:
+async def test_background_response_can_be_cancelled_or_deleted(tmp_path: Path) -> None:
     async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
         begun = [await api.openai.responses.create(model=NAME, input="Hi", background=True) for _ in range(2)]
         await api.engine.sent.wait()
@@ -254,7 +254,7 @@ async def test_a_background_response_is_cancelled_or_deleted(tmp_path: Path) -> 
         assert (await api.http.post(f"{PATH}/{whole['id']}/cancel")).status_code == 400
 
 
-async def test_a_background_response_that_fails_or_whose_server_ends(tmp_path: Path) -> None:
+async def test_background_response_reports_failure_and_resumes_after_restart(tmp_path: Path) -> None:
     async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), fail_at=3)) as api:
         begun = await api.openai.responses.create(model=NAME, input="Hi", background=True)
         now = await at_its_end(api, begun.id)
@@ -274,18 +274,16 @@ async def test_a_background_response_that_fails_or_whose_server_ends(tmp_path: P
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_background_response_whose_engine_is_gone_goes_on_in_the_next_server(
-    stream: bool, tmp_path: Path
-) -> None:
-    asked = body(background=True, stream=stream, max_output_tokens=40)
+async def test_background_response_resumes_in_next_server_after_engine_death(stream: bool, tmp_path: Path) -> None:
+    request = body(background=True, stream=stream, max_output_tokens=40)
     async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
-        call = asyncio.create_task(api.http.post(PATH, json=asked))
+        call = asyncio.create_task(api.http.post(PATH, json=request))
         await api.engine.sent.wait()
         await asyncio.sleep(0.05)
         api.engine.die("the engine could not be restarted")
-        told = await call
-        id = events_of(told.text)[0]["response"]["id"] if stream else told.json()["id"]
-        assert "response.failed" not in told.text, "whoever follows it learns the end from the next server"
+        response = await call
+        id = events_of(response.text)[0]["response"]["id"] if stream else response.json()["id"]
+        assert "response.failed" not in response.text, "whoever follows it learns the end from the next server"
         await asyncio.sleep(0.1)
         assert (await api.http.get(f"{PATH}/{id}")).json()["status"] in ("queued", "in_progress")
         if stream:
@@ -299,7 +297,7 @@ async def test_a_background_response_whose_engine_is_gone_goes_on_in_the_next_se
         assert ended.output_text == whole.output_text
 
 
-async def test_a_background_response_goes_on_when_its_engine_is_back(tmp_path: Path) -> None:
+async def test_background_response_resumes_when_engine_is_back(tmp_path: Path) -> None:
     """As after a model was unloaded, or after the server's main process did not respond for a while."""
     async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
         begun = await api.openai.responses.create(model=NAME, input="Hi", background=True, max_output_tokens=40)
@@ -311,7 +309,7 @@ async def test_a_background_response_goes_on_when_its_engine_is_back(tmp_path: P
         assert api.engine.seen[1].emitted_ids, "from the tokens that it had"
 
 
-async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
+async def test_item_references_resolve_to_stored_items(tmp_path: Path) -> None:
     async with storing(tmp_path, TWO) as api:
         first = await api.post(PATH, body("One", tools=TOOLS))
         calls = first["output"]
@@ -319,16 +317,16 @@ async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
         question = {"role": "user", "content": "One"}
         whole = [question, *calls, *results]
         await api.post(PATH, body(whole, tools=TOOLS, store=False))
-        wanted = prompt(api)
-        kept = await api.post(PATH, body([question, *({"id": each["id"]} for each in calls), *results], tools=TOOLS))
-        assert prompt(api) == wanted
+        expected_prompt = prompt(api)
+        stored = await api.post(PATH, body([question, *({"id": each["id"]} for each in calls), *results], tools=TOOLS))
+        assert prompt(api) == expected_prompt
         named = [{"type": "item_reference", "id": each["id"]} for each in calls]
         await api.post(PATH, body([question, *named, *results], tools=TOOLS))
-        assert prompt(api) == wanted
-        listed = (await api.http.get(f"{PATH}/{kept['id']}/input_items?order=asc")).json()["data"]
+        assert prompt(api) == expected_prompt
+        listed = (await api.http.get(f"{PATH}/{stored['id']}/input_items?order=asc")).json()["data"]
         assert [each["type"] for each in listed] == ["message", *["function_call"] * 2, *["function_call_output"] * 2]
         near = {"type": "item_reference", "id": listed[0]["id"]}
-        await api.post(PATH, body([near], previous_response_id=kept["id"]))
+        await api.post(PATH, body([near], previous_response_id=stored["id"]))
         assert prompt(api).count("user\nOne") == 2
         for id in ("msg_1", "", first["id"], calls[0]["id"][:-1] + "f"):
             error = (await api.post(PATH, body([{"type": "item_reference", "id": id}]), 400))["error"]
@@ -339,32 +337,32 @@ async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
         assert "is not stored here" in error["message"], "another key's"
 
 
-async def test_a_response_adds_so_many_items_to_its_conversation(tmp_path: Path) -> None:
+async def test_items_added_to_conversation_per_response_are_bounded(tmp_path: Path) -> None:
     """The items are written in one transaction, which other writers wait for."""
-    said = [{"role": "user", "content": ""}] * 1000
+    messages = [{"role": "user", "content": ""}] * 1000
     async with storing(tmp_path) as api:
         talk = await api.post("/v1/conversations", {})
         items = f"/v1/conversations/{talk['id']}/items"
-        error = (await api.post(PATH, body([*said, said[0]], conversation=talk["id"]), 400))["error"]
+        error = (await api.post(PATH, body([*messages, messages[0]], conversation=talk["id"]), 400))["error"]
         assert (error["param"], error["message"][:21]) == ("input", "input: a request adds")
         assert not (await api.http.get(items)).json()["data"]
-        await api.post(PATH, body([*said, said[0]]))
-        await api.post(PATH, body(said, conversation=talk["id"]))
+        await api.post(PATH, body([*messages, messages[0]]))
+        await api.post(PATH, body(messages, conversation=talk["id"]))
         assert (await api.http.get(items)).json()["has_more"]
 
 
-async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_conversation_items_and_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_ITEMS", 3)
     for room in (history, conversations):
         monkeypatch.setattr(room, "CONVERSATION_BOUNDS", ConversationLimits(3, 1 << 20))
-    said = {"role": "user", "content": "Hi"}
+    message = {"role": "user", "content": "Hi"}
     async with storing(tmp_path, "Fine.") as api:
-        talk = await api.post("/v1/conversations", {"items": [said, said]})
+        talk = await api.post("/v1/conversations", {"items": [message, message]})
         items = f"/v1/conversations/{talk['id']}/items"
-        error = (await api.post(items, {"items": [said, said]}, 400))["error"]
+        error = (await api.post(items, {"items": [message, message]}, 400))["error"]
         assert (error["param"], "begin another one" in error["message"]) == ("items", True)
         assert len((await api.http.get(items)).json()["data"]) == 2
-        await api.post(items, {"items": [said]})
+        await api.post(items, {"items": [message]})
         monkeypatch.setattr(history, "MAX_INPUT_BYTES", 1000)
         for field, path in (("items", items), ("items", "/v1/conversations"), ("input", PATH)):
             sent = body([{"role": "user", "content": "x" * 1000}]) if path == PATH else {}
@@ -373,7 +371,9 @@ async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
             assert "1000 bytes" in error["message"]
 
 
-async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_conversation_items_are_added_without_reading_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The event loop's process never parses stored items: here they are broken JSON."""
     async with storing(tmp_path, "Fine.") as api:
         talk = await api.post("/v1/conversations", {"items": [{"role": "user", "content": "Zero"}]})
@@ -395,7 +395,7 @@ def _first(folder: Path) -> str:
         return str(database.execute("select id from items order by place limit 1").fetchone()[0])
 
 
-async def test_a_chain_is_bounded_in_bytes(tmp_path: Path) -> None:
+async def test_response_chain_bytes_are_bounded(tmp_path: Path) -> None:
     async with storing(tmp_path, "Fine.") as api:
         answer = await api.post(PATH, body("One"))
         with sqlite3.Connection(tmp_path / DATABASE_FILE) as database:

@@ -34,7 +34,7 @@ QUESTIONS: dict[str, Any] = {
 BODY: dict[str, Any] = {"model": "jev-latest", "state": {"subject": "Où?", "n": [1]}, "questions": QUESTIONS}
 
 
-async def test_the_three_kinds_of_questions() -> None:
+async def test_systemone_answers_every_question_kind() -> None:
     async with weighing() as api:
         answer = await api.post(PATH, {**BODY, "receipt": True})
         texts, requests = prompts(api), api.engine.seen
@@ -67,7 +67,7 @@ async def test_the_three_kinds_of_questions() -> None:
     assert 'quire:questions_total{engine="0",model_name="owner/model",type="score"} 1.0' in metrics
 
 
-async def test_names_of_models_and_fields_without_effect() -> None:
+async def test_model_aliases_resolve_and_ignored_fields_are_listed() -> None:
     async with weighing() as api:
         for name, answered in ((NAME, NAME), ("second", "second"), ("jev-preview", NAME)):
             assert (await api.post(PATH, {**BODY, "model": name}))["model"] == answered
@@ -98,7 +98,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-async def test_what_is_wrong_is_told_as_fastapi_tells_it() -> None:
+async def test_invalid_body_returns_fastapi_422_detail() -> None:
     async with weighing() as api:
         for body, field in BAD:
             (detail,) = (await api.post(PATH, body, 422))["detail"]
@@ -108,14 +108,14 @@ async def test_what_is_wrong_is_told_as_fastapi_tells_it() -> None:
         assert (broken.status_code, broken.json()["detail"][0]["loc"]) == (422, ["body"])
 
 
-async def test_keys() -> None:
+async def test_invalid_key_returns_authentication_error() -> None:
     async with weighing(api_key=["secret"]) as api:
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}):
             refused = await api.http.post(PATH, json=BODY, headers=headers)
             assert (refused.status_code, refused.json()["detail"]["error_type"]) == (401, "authentication_error")
 
 
-def test_confidences() -> None:
+def test_confidence_is_zero_at_uniform_and_one_at_certainty() -> None:
     assert choice_confidence([0.25] * 4) == score_confidence([1 / 3] * 3) == 0.0
     assert choice_confidence([1.0, 0.0]) == score_confidence([0.0, 1.0, 0.0]) == 1.0
     assert choice_confidence([0.7, 0.3]) == pytest.approx(0.4)
@@ -145,7 +145,7 @@ async def asked(http: httpx.AsyncClient, questions: dict[str, Any], state: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_probabilities_are_the_same_bits_at_any_load(dtype: str) -> None:
+async def test_probabilities_are_bitwise_equal_at_any_load(dtype: str) -> None:
     """First alone and without a prefix cache; then at once, in another order, in chunks, with cache hits and without,
     together with other requests.
     """
@@ -173,7 +173,7 @@ async def test_probabilities_are_the_same_bits_at_any_load(dtype: str) -> None:
     assert first == second == alone
 
 
-async def test_questions_share_their_state_in_one_step() -> None:
+async def test_questions_share_state_prefill_in_one_step() -> None:
     state = "Once upon a time there was a little fox who lived in the forest. " * 40
     questions = {str(index): {"type": "noul", "instructions": f"Is fox {index} clever?"} for index in range(16)}
     async with served() as (http, client):

@@ -14,7 +14,7 @@ from tests.server.fake import FakeEngine, hashed
 FILES = sorted(path for path in WEB_FOLDER.rglob("*") if path.is_file())
 
 
-async def test_every_file_is_served_with_a_policy_that_lets_nothing_in(api: Api) -> None:
+async def test_web_files_have_strict_content_security_policy(api: Api) -> None:
     for url in ["/", *(f"/web/{path.relative_to(WEB_FOLDER)}" for path in FILES)]:
         answer = await api.http.get(url)
         assert answer.status_code == 200, url
@@ -31,7 +31,7 @@ async def test_every_file_is_served_with_a_policy_that_lets_nothing_in(api: Api)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix in (".html", ".css", ".js", ".svg")], ids=str)
-def test_nothing_is_fetched_from_elsewhere(path: Path) -> None:
+def test_web_files_load_nothing_external(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     loads = re.findall(r"""(?:src|href)="([^"]*)"|(?<!\w)url\(["']?([^"')]+)|import[^;]*?from "([^"]+)\"""", text)
     for place in (found for groups in loads for found in groups if found):
@@ -40,7 +40,7 @@ def test_nothing_is_fetched_from_elsewhere(path: Path) -> None:
         assert unsafe not in text, unsafe
 
 
-async def test_the_page_needs_no_key_and_all_it_asks_for_does() -> None:
+async def test_page_needs_no_key_but_api_does() -> None:
     async with open_api(FakeEngine(hashed(b"abc")), api_key=["secret"]) as api:
         for url in ("/", "/web/js/app.js", "/web/css/base.css"):
             assert (await api.http.get(url)).status_code == 200, url
@@ -49,13 +49,13 @@ async def test_the_page_needs_no_key_and_all_it_asks_for_does() -> None:
         assert (await api.http.delete("/v1/requests/x")).status_code == 401
 
 
-async def test_no_file_outside_the_folder_is_served(api: Api) -> None:
+async def test_files_outside_web_folder_return_404(api: Api) -> None:
     for url in ("/web/../app.py", "/web/..%2fapp.py", "/web/%2e%2e/app.py", "/web/", "/web/js", "/web/nothing.js"):
         answer = await api.http.get(url)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url"), url
 
 
-async def test_the_api_s_pages_are_the_package_s_own(api: Api) -> None:
+async def test_api_docs_page_loads_only_packaged_files(api: Api) -> None:
     page = await api.http.get("/docs")
     assert page.status_code == 200
     places = re.findall(r'(?:src|href)="([^"]*)"', page.text)

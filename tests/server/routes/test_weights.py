@@ -28,7 +28,7 @@ ROUTES = {
 }
 
 
-class Changeable(FakeEngine):
+class RecordingEngine(FakeEngine):
     """Records the calls it gets. The next change raises `refusal`."""
 
     def __init__(self) -> None:
@@ -56,30 +56,30 @@ class Changeable(FakeEngine):
         return True
 
 
-async def status(api: Api, path: str) -> int:
+async def get_status(api: Api, path: str) -> int:
     return (await api.http.get(path)).status_code
 
 
-async def test_sleep_and_wake_as_an_operator_sees_them() -> None:
-    engine = Changeable()
+async def test_sleep_and_wake_up_report_state_and_readiness() -> None:
+    engine = RecordingEngine()
     async with open_api(engine) as api:
         assert await api.post("/sleep?level=2", None) == {"is_sleeping": True, "weights_version": "1"}
         assert engine.changes == [("rest", 2)]
         assert (await api.http.get("/is_sleeping")).json()["is_sleeping"] is True
-        assert [await status(api, path) for path in ("/health", "/ping", "/live", "/ready")] == [200, 200, 200, 503]
+        assert [await get_status(api, path) for path in ("/health", "/ping", "/live", "/ready")] == [200, 200, 200, 503]
         assert "quire:engine_asleep{" in (metrics := (await api.http.get("/metrics")).text)
         assert any(line.startswith("quire:engine_asleep{") and line.endswith(" 1.0") for line in metrics.splitlines())
-        assert await status(api, "/v1/models") == 200
+        assert await get_status(api, "/v1/models") == 200
         late = await api.post("/v1/completions", {"prompt": "x", "queue_timeout": 0.05}, 503)
         assert late["error"]["code"] == "queue_timeout"
         response = await api.http.post("/wake_up?tags=weights&tags=kv_cache")
         assert response.json()["is_sleeping"] is False
         assert response.headers["x-ignored-params"] == "tags"
-        assert await status(api, "/ready") == 200
+        assert await get_status(api, "/ready") == 200
 
 
-async def test_new_requests_are_refused_where_the_sleep_asks_for_it() -> None:
-    engine = Changeable()
+async def test_sleep_with_refuse_rejects_new_requests() -> None:
+    engine = RecordingEngine()
     async with open_api(engine) as api:
         await api.post("/sleep?refuse=true", None)
         refused = await api.post("/v1/completions", {"prompt": "x"}, 503)
@@ -92,8 +92,8 @@ async def test_new_requests_are_refused_where_the_sleep_asks_for_it() -> None:
         await api.post("/v1/completions", {"prompt": "x"})
 
 
-async def test_a_model_that_cannot_wake_sleeps_on() -> None:
-    engine = Changeable()
+async def test_failed_wake_up_leaves_model_asleep() -> None:
+    engine = RecordingEngine()
     async with open_api(engine) as api:
         await api.post("/sleep", None)
         engine.refusal = ConfigError("no room")
@@ -106,14 +106,14 @@ async def test_a_model_that_cannot_wake_sleeps_on() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("path", ANSWERS)
-async def test_every_answer_says_its_weights(path: str, tmp_path: Path) -> None:
-    engine = Changeable()
+async def test_every_answer_reports_weights_version(path: str, tmp_path: Path) -> None:
+    engine = RecordingEngine()
     async with open_api(engine) as api:
         prints = []
         for version, body in (("1", None), ("2", {}), ("step-9", {"version": "step-9", "mode": "wait"})):
             if body is not None:
-                told = await api.post("/update_weights", {"path": str(tmp_path), **body})
-                assert told == {"is_sleeping": False, "weights_version": version}
+                response = await api.post("/update_weights", {"path": str(tmp_path), **body})
+                assert response == {"is_sleeping": False, "weights_version": version}
             whole = await api.http.post(path, json=ANSWERS[path])
             assert whole.json()["weights_version"] == version, whole.text
             assert whole.headers["x-weights-version"] == version
@@ -125,8 +125,8 @@ async def test_every_answer_says_its_weights(path: str, tmp_path: Path) -> None:
         assert engine.changes == [("load", str(tmp_path))] * 2
 
 
-async def test_a_stream_across_an_update_says_what_its_end_was_computed_with(tmp_path: Path) -> None:
-    engine = Changeable()
+async def test_stream_across_update_ends_with_new_weights_version(tmp_path: Path) -> None:
+    engine = RecordingEngine()
     async with open_api(engine) as api:
         body = {"prompt": "x", "max_tokens": 60}
         streaming = asyncio.create_task(api.events("/v1/completions", body))
@@ -156,15 +156,15 @@ async def test_a_stream_across_an_update_says_what_its_end_was_computed_with(tmp
         ({"tensors": [{"name": "a", "dtype": "float32", "shape": [0]}]}, "tensors"),
     ],
 )
-async def test_bad_updates(body: dict[str, Any], param: str) -> None:
-    engine = Changeable()
+async def test_invalid_weight_update_is_rejected_with_param(body: dict[str, Any], param: str) -> None:
+    engine = RecordingEngine()
     async with open_api(engine) as api:
         assert (await api.post("/update_weights", body, 400))["error"]["param"] == param
         assert engine.changes == []
 
 
-async def test_weights_that_cannot_be_served_are_the_callers_mistake(tmp_path: Path) -> None:
-    engine = Changeable()
+async def test_unservable_weights_return_400_and_keep_version(tmp_path: Path) -> None:
+    engine = RecordingEngine()
     engine.refusal = ConfigError("the weights lack model.norm.weight")
     async with open_api(engine) as api:
         error = (await api.post("/update_weights", {"path": str(tmp_path)}, 400))["error"]
@@ -189,22 +189,22 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 29500}
         (GROUP | {"timeout": 0}, "timeout"),
     ],
 )
-async def test_bad_groups(body: dict[str, Any], param: str) -> None:
-    async with open_api(Changeable()) as api:
+async def test_invalid_weights_group_is_rejected_with_param(body: dict[str, Any], param: str) -> None:
+    async with open_api(RecordingEngine()) as api:
         assert (await api.post("/init_weights_group", body, 400))["error"]["param"] == param
         assert (await api.post("/close_weights_group", None))["weights_version"] == "1"
 
 
 @pytest.mark.parametrize("query", ["level=0", "level=3", "mode=later", "refuse=perhaps"])
-async def test_bad_sleeps(query: str) -> None:
-    async with open_api(Changeable()) as api:
+async def test_invalid_sleep_query_is_rejected_with_param(query: str) -> None:
+    async with open_api(RecordingEngine()) as api:
         error = (await api.post(f"/sleep?{query}", None, 400))["error"]
         assert error["param"] == query.partition("=")[0]
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_with_keys_they_are_an_admins(path: str) -> None:
-    engine = Changeable()
+async def test_weight_routes_require_admin_key(path: str) -> None:
+    engine = RecordingEngine()
     async with open_api(engine, api_key=["sk-user", "sk-other"], admin_api_key=["sk-admin"]) as api:
         for key, expected in (("sk-user", 403), ("sk-wrong", 401), ("sk-admin", 200)):
             answer = await api.http.post(path, json=ROUTES[path], headers={"Authorization": f"Bearer {key}"})
@@ -225,10 +225,10 @@ async def test_with_keys_they_are_an_admins(path: str) -> None:
         ("192.0.2.7", {}, 403),
     ],
 )
-async def test_without_keys_they_are_this_machines(
+async def test_weight_routes_without_keys_accept_only_local_non_browser_calls(
     path: str, address: str, headers: dict[str, str], expected: int
 ) -> None:
-    app = make_app(Changeable())
+    app = make_app(RecordingEngine())
     transport = httpx.ASGITransport(app=app, client=(address, 1234))
     async with (
         app.router.lifespan_context(app),

@@ -38,58 +38,60 @@ def both(tmp_path: Path) -> Iterator[tuple[DataDir, DataDir]]:
     data.close()
 
 
-def test_each_method_has_types_that_pass(both: tuple[DataDir, DataDir]) -> None:
+def test_every_rpc_method_validates_argument_types(both: tuple[DataDir, DataDir]) -> None:
     for name in RPC_METHODS:
         wrong = msgspec.msgpack.encode([name, [{}] * 9])
         assert b"Validation" in serve_data_dir_call(both[0], wrong), f"{name} takes anything"
 
 
-def test_objects_pass(both: tuple[DataDir, DataDir]) -> None:
-    own, asked = both[0].store, both[1].store
+def test_remote_store_reads_what_local_store_holds(both: tuple[DataDir, DataDir]) -> None:
+    local_store, remote_store = both[0].store, both[1].store
     items = [StoredItem("i1", b"{}"), StoredItem("i2", b'{"a":1}')]
-    asked.put(A, ObjectToStore("c", ObjectWithoutItems("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
-    assert asked.get_without_items(A, "conversation", "c") == own.get_without_items(A, "conversation", "c")
-    assert asked.get_summary(A, "conversation", "c") == own.get_summary(A, "conversation", "c")
-    assert asked.read_item_page(A, "c", 1, newest_first=True, after=None) == own.read_item_page(
+    remote_store.put(A, ObjectToStore("c", ObjectWithoutItems("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
+    assert remote_store.get_without_items(A, "conversation", "c") == local_store.get_without_items(
+        A, "conversation", "c"
+    )
+    assert remote_store.get_summary(A, "conversation", "c") == local_store.get_summary(A, "conversation", "c")
+    assert remote_store.read_item_page(A, "c", 1, newest_first=True, after=None) == local_store.read_item_page(
         A, "c", 1, newest_first=True, after=None
     )
-    assert asked.get_without_items(A, "response", "c") is None
+    assert remote_store.get_without_items(A, "response", "c") is None
     with pytest.raises(InvalidRequest, match="at most 2 items") as caught:
-        asked.append_items(A, "c", items, ConversationLimits(2, 1000))
+        remote_store.append_items(A, "c", items, ConversationLimits(2, 1000))
     assert caught.value.param == "items"
-    assert asked.append_items(A, "c", [StoredItem("i3", b"{}")])
-    assert asked.replace_metadata(A, "c", {"k": "v"}) == b'{"metadata":{"k":"v"}}'
+    assert remote_store.append_items(A, "c", [StoredItem("i3", b"{}")])
+    assert remote_store.replace_metadata(A, "c", {"k": "v"}) == b'{"metadata":{"k":"v"}}'
 
 
-def test_batches_pass(both: tuple[DataDir, DataDir]) -> None:
-    data, asked = both
+def test_remote_files_and_batches_equal_local_ones(both: tuple[DataDir, DataDir]) -> None:
+    data, remote = both
     file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
-    asked.contents.write_content(file.id, BytesIO(b"{}"))
-    asked.files.add(A, file)
-    assert asked.files.find(A, file.id) == file
+    remote.contents.write_content(file.id, BytesIO(b"{}"))
+    remote.files.add(A, file)
+    assert remote.files.find(A, file.id) == file
     batch = Batch(
         id="b", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h", created_at=1, expires_at=9
     )
-    assert asked.batches.add(A, batch, 1)
-    assert asked.batches.list_open_batches() == [(A, batch)] == data.batches.list_open_batches()
+    assert remote.batches.add(A, batch, 1)
+    assert remote.batches.list_open_batches() == [(A, batch)] == data.batches.list_open_batches()
     now = msgspec.structs.replace(batch, status="in_progress", errors=(BatchError("c", "m", 1),))
-    asked.batches.store_lines_and_batch(A, now, [BatchLine(0, 1, 0, 2, "x"), BatchLine(1, 2, 2, 2, "y")])
-    assert asked.batches.list_unanswered_lines("b", -1, 9) == data.batches.list_unanswered_lines("b", -1, 9)
-    asked.batches.put_result("b", LineResult(0, failed=False, line=b"\x00{}"))
-    assert asked.batches.list_result_lines("b", 0, failed=False) == [(1, b"\x00{}")]
-    found = asked.batches.page(A, 5, None)
-    assert found is not None
-    assert (list(found[0]), found[1]) == ([data.batches.find(A, "b")], False)
-    cancelled = asked.batches.cancel(A, "b")
+    remote.batches.store_lines_and_batch(A, now, [BatchLine(0, 1, 0, 2, "x"), BatchLine(1, 2, 2, 2, "y")])
+    assert remote.batches.list_unanswered_lines("b", -1, 9) == data.batches.list_unanswered_lines("b", -1, 9)
+    remote.batches.put_result("b", LineResult(0, failed=False, line=b"\x00{}"))
+    assert remote.batches.list_result_lines("b", 0, failed=False) == [(1, b"\x00{}")]
+    page = remote.batches.page(A, 5, None)
+    assert page is not None
+    assert (list(page[0]), page[1]) == ([data.batches.find(A, "b")], False)
+    cancelled = remote.batches.cancel(A, "b")
     assert cancelled is not None
     assert cancelled.status == "cancelling"
-    asked.batches.end(A, msgspec.structs.replace(cancelled, status="cancelled"), [])
+    remote.batches.end(A, msgspec.structs.replace(cancelled, status="cancelled"), [])
     with pytest.raises(InvalidRequest, match="is cancelled already"):
-        asked.batches.cancel(A, "b")
-    assert asked.files.delete(A, file.id)
+        remote.batches.cancel(A, "b")
+    assert remote.files.delete(A, file.id)
 
 
-class _Replaced:
+class _ReplaceableOwner:
     """A data directory whose owning process is replaced by another while remote callers go on."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,9 +112,9 @@ class _Replaced:
         self.data = open_data_dir(self._folder, 1 << 20, {"0.1"})
 
 
-def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_path: Path) -> None:
+def test_add_file_fails_if_new_data_dir_owner_deleted_content(tmp_path: Path) -> None:
     """A new owner deletes files that it does not know, such as one that a live process has just written."""
-    shared = _Replaced(tmp_path)
+    shared = _ReplaceableOwner(tmp_path)
     files, contents = shared.asked.files, shared.asked.contents
     file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
     contents.write_content(file.id, BytesIO(b"{}"))
@@ -128,7 +130,7 @@ def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_p
     shared.data.close()
 
 
-def _answered(batches: Batches) -> Batch:
+def _add_batch_with_result(batches: Batches) -> Batch:
     """Add a batch of one line that has its result."""
     batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9)
     assert batches.add(A, batch, 1)
@@ -146,10 +148,10 @@ def _check_results(data: DataDir) -> None:
     assert data.contents.content_path(ended.output_file_id).read_bytes() == RESULT + b"\n"
 
 
-def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: Path) -> None:
-    shared = _Replaced(tmp_path)
+def test_finish_batch_succeeds_after_data_dir_owner_is_replaced(tmp_path: Path) -> None:
+    shared = _ReplaceableOwner(tmp_path)
     batches, contents = shared.asked.batches, shared.asked.contents
-    now = _answered(batches)
+    now = _add_batch_with_result(batches)
     shared.before = b"Batches.end"
     with pytest.raises(FileNotFoundError):
         finish_batch(batches, contents, A, now)
@@ -159,7 +161,7 @@ def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: 
     shared.data.close()
 
 
-class _Late:
+class _StalledLink:
     """A link whose response to Batches.end does not arrive before this process ends."""
 
     def __init__(self, data: DataDir) -> None:
@@ -169,21 +171,21 @@ class _Late:
         self.done = asyncio.Event()
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        said = serve_data_dir_call(self._data, body)
+        response = serve_data_dir_call(self._data, body)
         if b"Batches.end" in body:
             self.done.set()
             await asyncio.sleep(3600)
-        return [said]
+        return [response]
 
 
-def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(tmp_path: Path) -> None:
+def test_batch_results_survive_process_stop_during_finish(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, 1 << 20)
-    now = _answered(data.batches)
+    now = _add_batch_with_result(data.batches)
 
     async def live() -> None:
-        link = _Late(data)
-        asked = remote_data_dir(tmp_path, make_blocking_data_dir_call(link))
-        asyncio.get_running_loop().run_in_executor(None, finish_batch, asked.batches, asked.contents, A, now)
+        link = _StalledLink(data)
+        remote = remote_data_dir(tmp_path, make_blocking_data_dir_call(link))
+        asyncio.get_running_loop().run_in_executor(None, finish_batch, remote.batches, remote.contents, A, now)
         await link.done.wait()
 
     process = threading.Thread(target=asyncio.run, args=(live(),))
@@ -193,45 +195,45 @@ def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(
     data.close()
 
 
-def test_calls_pass(both: tuple[DataDir, DataDir]) -> None:
-    data, asked = both
+def test_remote_journal_equals_local_journal(both: tuple[DataDir, DataDir]) -> None:
+    data, remote = both
     pins = PinnedReplayFields(id="s", name="", created=1, seed=2**63 - 1, before=("f",))
     progress = CallProgress([[1, 2]], [0], [ChoiceFinish("stop", "x", came_with_token=True)])
-    assert asked.calls.put(
+    assert remote.calls.put(
         A, JournaledCall(path="/v1/completions", body=b"\xff", pins=pins, progress=progress), 4e9, "0.0"
     )
-    assert asked.calls.find(A, "s") == data.calls.find(A, "s")
-    assert asked.calls.answering_process(A, "s") == "0.0"
+    assert remote.calls.find(A, "s") == data.calls.find(A, "s")
+    assert remote.calls.answering_process(A, "s") == "0.0"
     more = CallProgress([[1, 2, 3]], [0], [None])
-    asked.calls.update_progress([ProgressUpdate(A, "s", more, 4e9, is_complete=False)], "0.0")
-    found = asked.calls.find(A, "s")
-    assert found is not None
-    assert found.progress == more
-    assert asked.processes.exchange_status("0.0", {"open": 2}) == data.processes.exchange_status("0.0", {"open": 2})
+    remote.calls.update_progress([ProgressUpdate(A, "s", more, 4e9, is_complete=False)], "0.0")
+    journaled = remote.calls.find(A, "s")
+    assert journaled is not None
+    assert journaled.progress == more
+    assert remote.processes.exchange_status("0.0", {"open": 2}) == data.processes.exchange_status("0.0", {"open": 2})
 
 
-def test_one_attempt_at_a_time_answers_a_call_again(both: tuple[DataDir, DataDir]) -> None:
-    data, asked = both
+def test_journaled_call_is_claimed_by_one_attempt_at_a_time(both: tuple[DataDir, DataDir]) -> None:
+    data, remote = both
     call = JournaledCall(
         path="/v1/completions", body=b"{}", pins=PinnedReplayFields(id="s", name="", created=1, seed=1)
     )
-    assert asked.calls.try_claim_call(A, "s", "0.0", 1)
-    assert not asked.calls.try_claim_call(A, "s", "1.0", 2), "another process"
+    assert remote.calls.try_claim_call(A, "s", "0.0", 1)
+    assert not remote.calls.try_claim_call(A, "s", "1.0", 2), "another process"
     assert not data.calls.try_claim_call(A, "s", "0.0", 3), "the same one"
-    asked.calls.release_claim(A, "s", 2)
-    assert not asked.calls.try_claim_call(A, "s", "1.0", 2), "only its own attempt gives a claim up"
-    asked.calls.put(A, call, 4e9, "0.0")
-    assert asked.calls.try_claim_call(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
+    remote.calls.release_claim(A, "s", 2)
+    assert not remote.calls.try_claim_call(A, "s", "1.0", 2), "only its own attempt gives a claim up"
+    remote.calls.put(A, call, 4e9, "0.0")
+    assert remote.calls.try_claim_call(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
     data.processes.remove_process("1.0")
-    assert asked.calls.try_claim_call(A, "s", "0.0", 4)
-    asked.calls.release_claim(A, "s", 4)
-    assert asked.calls.try_claim_call(A, "s", "0.0", 5)
+    assert remote.calls.try_claim_call(A, "s", "0.0", 4)
+    remote.calls.release_claim(A, "s", 4)
+    assert remote.calls.try_claim_call(A, "s", "0.0", 5)
 
 
 @pytest.mark.parametrize(
     "refusal", [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left")]
 )
-def test_a_refusal_of_the_disk_passes(
+def test_disk_error_is_raised_in_rpc_caller(
     both: tuple[DataDir, DataDir], refusal: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -243,7 +245,7 @@ def test_a_refusal_of_the_disk_passes(
     assert str(caught.value) == str(refusal)
 
 
-def test_nothing_else_can_be_asked_for(both: tuple[DataDir, DataDir]) -> None:
+def test_undeclared_rpc_method_is_rejected(both: tuple[DataDir, DataDir]) -> None:
     with pytest.raises(KeyError):
         both[1].calls.handle_process_end("0.0")
     for method in ("Calls.handle_process_end", "Calls.__init__", "DataDir.close", "os.system"):

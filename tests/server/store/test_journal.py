@@ -19,7 +19,7 @@ def call(id: str, key: str | None = None, body: bytes = b"{}") -> JournaledCall:
     )
 
 
-def test_a_response_that_has_not_ended_is_made_again_however_long_the_machine_was_off(tmp_path: Path) -> None:
+def test_journal_keeps_call_of_unfinished_response_past_expiry(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, BIG)
     data.calls.put("me", call("going", "key"), OVER, "a")
     data.calls.put("me", call("ended", "other key"), OVER, "a")
@@ -39,7 +39,7 @@ def test_a_response_that_has_not_ended_is_made_again_however_long_the_machine_wa
     data.close()
 
 
-def test_a_call_that_is_answered_is_not_forgotten_when_the_clock_is_set(tmp_path: Path) -> None:
+def test_journal_keeps_expired_call_while_process_answers(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, BIG)
     assert data.calls.put("me", call("one", "key"), OVER, "a")
     data.calls.delete_expired_calls()
@@ -52,7 +52,7 @@ def test_a_call_that_is_answered_is_not_forgotten_when_the_clock_is_set(tmp_path
     data.close()
 
 
-def test_calls_that_have_not_ended_are_the_last_to_make_room(tmp_path: Path) -> None:
+def test_journal_quota_evicts_finished_calls_first(tmp_path: Path) -> None:
     large = b"x" * 1000
     data = open_data_dir(tmp_path, 4 * (ROW_OVERHEAD_BYTES + len(large)))
     data.store.put("me", response("left", unfinished=True))
@@ -63,6 +63,6 @@ def test_calls_that_have_not_ended_are_the_last_to_make_room(tmp_path: Path) -> 
     for number in range(5):
         data.calls.put("me", call(str(number), body=large), LATER + 100, "a")
         data.calls.remove_answering_process("me", str(number), "a")
-    there = [id for id in ("left", "answered", "ended", "3", "4") if data.calls.find("me", id) is not None]
-    assert there == ["left", "answered", "3", "4"]
+    remaining = [id for id in ("left", "answered", "ended", "3", "4") if data.calls.find("me", id) is not None]
+    assert remaining == ["left", "answered", "3", "4"]
     data.close()

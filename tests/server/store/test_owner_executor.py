@@ -10,7 +10,7 @@ import pytest
 from quire.server.store.owner_executor import OwnerExecutor
 
 
-async def test_a_cancelled_caller_s_write_keeps_its_turn_until_it_ends() -> None:
+async def test_cancelled_write_blocks_next_write_of_owner_until_done() -> None:
     threads, began, may_end, order = OwnerExecutor(), threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
@@ -31,7 +31,7 @@ async def test_a_cancelled_caller_s_write_keeps_its_turn_until_it_ends() -> None
     threads.pool.shutdown()
 
 
-async def test_a_write_that_fails_gives_its_turn_on() -> None:
+async def test_failed_write_does_not_block_next_write_of_owner() -> None:
     threads = OwnerExecutor()
     with pytest.raises(ZeroDivisionError):
         await threads.run_for_owner("a", lambda: 1 / 0)

@@ -54,7 +54,7 @@ def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None =
     return None if page is None else ([each.id for each in page.items], page.more)
 
 
-def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None:
+def test_stored_objects_survive_reopening_and_are_private_to_owner(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     database, store = opened(folder, BIG)
     store.put("a", response("1", "x", "y", data=b'{"id": "1"}'))
@@ -62,25 +62,25 @@ def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None
     for owner, kind in (("a", "conversation"), ("b", "response"), ("c", "response")):
         assert store.get_without_items(owner, kind, "1") is None  # type: ignore[arg-type]
     assert (folder / DATABASE_FILE).stat().st_mode & 0o077 == 0, "others may not read it"
-    with open_store_reader(folder) as there:
-        known = there.read_summary("a", "response", "1")
-        assert known is not None
-        assert (known.about["status"], known.length, known.count) == ("completed", len(b'{"id": "1"}'), 2)
-        assert [each["id"] for each in there.read_items("a", "1")] == ["x", "y"]
-        assert there.read_object_without_items("b", "response", "1") is None
+    with open_store_reader(folder) as reader:
+        summary = reader.read_summary("a", "response", "1")
+        assert summary is not None
+        assert (summary.about["status"], summary.length, summary.count) == ("completed", len(b'{"id": "1"}'), 2)
+        assert [each["id"] for each in reader.read_items("a", "1")] == ["x", "y"]
+        assert reader.read_object_without_items("b", "response", "1") is None
     database.close()
-    database, again = opened(folder, BIG)
-    assert again.delete("b", "1")
-    assert not again.delete("b", "1")
-    stored = again.get_without_items("a", "response", "1")
+    database, reopened = opened(folder, BIG)
+    assert reopened.delete("b", "1")
+    assert not reopened.delete("b", "1")
+    stored = reopened.get_without_items("a", "response", "1")
     assert stored is not None
     assert stored.data == b'{"id": "1"}'
-    assert ids(again, "a", "1") == (["x", "y"], False)
-    assert ids(again, "b", "1") == ([], False)
+    assert ids(reopened, "a", "1") == (["x", "y"], False)
+    assert ids(reopened, "b", "1") == ([], False)
     database.close()
 
 
-def test_one_server_at_a_time(tmp_path: Path) -> None:
+def test_data_dir_in_use_or_unreadable_raises_config_error(tmp_path: Path) -> None:
     database, _ = opened(tmp_path, BIG)
     with pytest.raises(ConfigError, match="another server"):
         opened(tmp_path, BIG)[1]
@@ -94,7 +94,7 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
         opened(tmp_path, BIG)[1]
 
 
-def test_nothing_is_taken_once_the_folder_is_gone(tmp_path: Path) -> None:
+def test_write_fails_while_database_file_is_missing(tmp_path: Path) -> None:
     """SQLite would go on writing into a file that no path names any more."""
     folder = tmp_path / "da ta ü"
     database, store = opened(folder, BIG)
@@ -107,7 +107,7 @@ def test_nothing_is_taken_once_the_folder_is_gone(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_database_raises_config_error(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, BIG)
     for number in range(100):
         data.store.put("a", response(str(number), "i" * 100))
@@ -119,7 +119,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         open_data_dir(tmp_path, BIG)
 
 
-def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_item_pages_are_ordered_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database, store = opened(tmp_path, BIG)
     store.put("a", conversation("1", *"abc"))
     assert store.append_items("a", "1", [item(each) for each in "de"])
@@ -133,15 +133,15 @@ def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not store.delete_item("a", "1", "e")
     store.append_items("a", "1", [item("f")])
     assert ids(store, "a", "1", newest=True) == (["f", "d", "c", "b", "a"], False)
-    known = store.get_summary("a", "conversation", "1")
-    assert known is not None
-    assert (known.count, known.size) == (5, store.stored_bytes)
+    summary = store.get_summary("a", "conversation", "1")
+    assert summary is not None
+    assert (summary.count, summary.size) == (5, store.stored_bytes)
     monkeypatch.setattr(store_module, "MAX_PAGE_BYTES", len(item("a").data) + 1)
     assert ids(store, "a", "1") == (["a", "b"], True), "a page is bounded in bytes, too"
     database.close()
 
 
-def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+def test_rejected_write_leaves_store_unchanged(tmp_path: Path) -> None:
     database, store = opened(tmp_path, BIG)
     store.put("a", conversation("1", "a"))
     size = store.stored_bytes
@@ -153,15 +153,15 @@ def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         store.replace_metadata("a", "1", object())
     assert (ids(store, "a", "1"), store.stored_bytes) == ((["a"], False), size)
-    told = b'{"metadata":{"n":"1"}}'
-    assert store.replace_metadata("a", "1", {"n": "1"}) == told
+    metadata = b'{"metadata":{"n":"1"}}'
+    assert store.replace_metadata("a", "1", {"n": "1"}) == metadata
     assert store.replace_metadata("a", "2", {}) is None
-    assert store.stored_bytes == size + len(told) - len(b"{}")
+    assert store.stored_bytes == size + len(metadata) - len(b"{}")
     assert store.append_items("a", "1", [item("b")], ConversationLimits(2, store.stored_bytes + more))
     database.close()
 
 
-def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
+def test_store_quota_evicts_oldest_objects_of_largest_owner(tmp_path: Path) -> None:
     most = 20 * ROW_OVERHEAD_BYTES
     database, store = opened(tmp_path, most)
     store.put("small", response("first", "i"))
@@ -171,17 +171,17 @@ def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
     assert store.get_summary("small", "response", "first") is not None, "another's flood takes nothing away"
     assert store.get_summary("large", "response", "0") is None
     assert ids(store, "large", "0") == ([], False), "its items went with it"
-    kept = [number for number in range(20) if store.get_summary("large", "response", str(number))]
-    assert kept == list(range(kept[0], 20))
+    remaining = [number for number in range(20) if store.get_summary("large", "response", str(number))]
+    assert remaining == list(range(remaining[0], 20))
     store.put("large", response("19"))
     size = store.stored_bytes
     database.close()
-    database, again = opened(tmp_path, most)
-    assert again.stored_bytes == size
+    database, reopened = opened(tmp_path, most)
+    assert reopened.stored_bytes == size
     database.close()
 
 
-def test_a_response_that_has_not_ended_is_the_last_to_make_room(tmp_path: Path) -> None:
+def test_store_quota_evicts_unfinished_response_last(tmp_path: Path) -> None:
     database, store = opened(tmp_path, 20 * ROW_OVERHEAD_BYTES)
     store.put("a", response("going", "i", unfinished=True))
     for number in range(20):
@@ -192,22 +192,22 @@ def test_a_response_that_has_not_ended_is_the_last_to_make_room(tmp_path: Path) 
     database.close()
 
 
-def test_what_nobody_will_end(tmp_path: Path) -> None:
+def test_unfinished_response_can_be_marked_failed_after_reopening(tmp_path: Path) -> None:
     database, store = opened(tmp_path, BIG)
     store.put("a", response("1", "x", unfinished=True))
     store.put("a", response("2"))
     database.close()
-    database, again = opened(tmp_path, BIG)
-    assert again.unfinished_responses() == [("a", "1")]
-    again.mark_response_failed("a", "1")
-    assert again.unfinished_responses() == []
-    again.mark_response_failed("a", "3")
-    first, second = (again.get_without_items("a", "response", id) for id in "12")
+    database, reopened = opened(tmp_path, BIG)
+    assert reopened.unfinished_responses() == [("a", "1")]
+    reopened.mark_response_failed("a", "1")
+    assert reopened.unfinished_responses() == []
+    reopened.mark_response_failed("a", "3")
+    first, second = (reopened.get_without_items("a", "response", id) for id in "12")
     assert first is not None
     assert second is not None
     assert (json.loads(first.data)["status"], second.data) == ("failed", b"{}")
-    assert ids(again, "a", "1") == (["x"], False)
-    size = again.stored_bytes
+    assert ids(reopened, "a", "1") == (["x"], False)
+    size = reopened.stored_bytes
     database.close()
     assert opened(tmp_path, BIG)[1].stored_bytes == size
 
@@ -221,7 +221,7 @@ create index by_age on kept (owner, at);
 """The schema of version 0."""
 
 
-def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
+def test_version_0_database_is_migrated(tmp_path: Path) -> None:
     answer = {"id": "resp_1", "status": "in_progress", "background": True, "output": []}
     old = {
         "response": answer,
@@ -238,28 +238,33 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
             database.execute("insert into kept values ('a', ?, ?, ?, ?, ?)", (id, at, at == 0, len(text), text))
         database.commit()
     database, store = opened(tmp_path, BIG)
-    found = store.get_without_items("a", "response", "resp_1")
-    assert found is not None
-    assert json.loads(found.data) == answer
+    migrated_response = store.get_without_items("a", "response", "resp_1")
+    assert migrated_response is not None
+    assert json.loads(migrated_response.data) == answer
     about = {"previous": "resp_0", "events": 3, "streamed": False, "status": "in_progress", "background": True}
-    assert found.about == about
-    told = store.get_without_items("a", "conversation", "conv_1")
-    assert told is not None
-    assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
+    assert migrated_response.about == about
+    migrated_conversation = store.get_without_items("a", "conversation", "conv_1")
+    assert migrated_conversation is not None
+    assert json.loads(migrated_conversation.data) == {
+        "id": "conv_1",
+        "created_at": 5,
+        "metadata": {"a": "b"},
+        "object": "conversation",
+    }
     assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
     assert store.unfinished_responses() == [("a", "resp_1")]
     store.mark_response_failed("a", "resp_1")
-    found = store.get_without_items("a", "response", "resp_1")
-    assert found is not None
-    assert json.loads(found.data)["status"] == found.about["status"] == "failed"
+    migrated_response = store.get_without_items("a", "response", "resp_1")
+    assert migrated_response is not None
+    assert json.loads(migrated_response.data)["status"] == migrated_response.about["status"] == "failed"
     size = store.stored_bytes
     database.close()
-    database, again = opened(tmp_path, BIG)
-    assert again.stored_bytes == size
+    database, reopened = opened(tmp_path, BIG)
+    assert reopened.stored_bytes == size
     database.close()
 
 
-def test_the_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+def test_database_of_later_version_raises_config_error(tmp_path: Path) -> None:
     opened(tmp_path, BIG)[0].close()
     with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as database:
         database.execute(f"pragma user_version = {SCHEMA_VERSION + 1}")

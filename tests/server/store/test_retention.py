@@ -42,17 +42,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def following(id: str, previous: str) -> ObjectToStore:
+def continuing_response(id: str, previous: str) -> ObjectToStore:
     return ObjectToStore(
         id, ObjectWithoutItems("response", {"status": "completed", "previous": previous}, b"{}"), [item("i")]
     )
 
 
-def there(data: DataDir, *ids: str) -> list[str]:
+def stored_ids(data: DataDir, *ids: str) -> list[str]:
     return [id for id in ids if data.store.get_summary(A, "response", id) is not None]
 
 
-def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, clock: Clock) -> None:
+def test_retention_deletes_only_old_finished_responses(tmp_path: Path, clock: Clock) -> None:
     data = open_data_dir(tmp_path, BIG, retention_seconds=30 * SECONDS_PER_DAY)
     data.store.put(A, response("old", "i"))
     data.store.put(A, response("going", "i", unfinished=True))
@@ -60,40 +60,40 @@ def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, c
     data.calls.put(A, call("going"), BEGIN, "0")
     clock.sweep(data, 29)
     data.store.put(A, response("new", "i"))
-    assert there(data, "old", "going", "new") == ["old", "going", "new"]
+    assert stored_ids(data, "old", "going", "new") == ["old", "going", "new"]
     clock.sweep(data, 1.01)
-    assert there(data, "old", "going", "new") == ["going", "new"]
+    assert stored_ids(data, "old", "going", "new") == ["going", "new"]
     assert data.store.get_summary(A, "conversation", "talk") is not None
     assert data.calls.find(A, "going") is not None
     data.store.put(A, response("going", "i"))
     clock.sweep(data)
-    assert there(data, "going") == [], "its age counts from its creation, not from its end"
+    assert stored_ids(data, "going") == [], "its age counts from its creation, not from its end"
     data.close()
     data = open_data_dir(tmp_path, BIG, retention_seconds=0)
     clock.sweep(data, 10_000)
-    assert there(data, "new") == ["new"], "0 keeps all"
+    assert stored_ids(data, "new") == ["new"], "0 keeps all"
     data.close()
 
 
-def test_a_chain_goes_when_its_last_response_does(tmp_path: Path, clock: Clock) -> None:
+def test_retention_keeps_responses_that_newer_responses_continue(tmp_path: Path, clock: Clock) -> None:
     data = open_data_dir(tmp_path, BIG, retention_seconds=30 * SECONDS_PER_DAY)
     data.store.put(A, response("1"))
-    data.store.put(A, following("2", "1"))
+    data.store.put(A, continuing_response("2", "1"))
     data.store.put("b", response("1"))
     clock.sweep(data, 20)
-    data.store.put(A, following("3", "2"))
+    data.store.put(A, continuing_response("3", "2"))
     clock.sweep(data, 20)
-    assert there(data, "1", "2", "3") == ["1", "2", "3"], "a live one continues them"
+    assert stored_ids(data, "1", "2", "3") == ["1", "2", "3"], "a live one continues them"
     assert data.store.get_summary("b", "response", "1") is None, (
         "another owner's response of this name continues nothing"
     )
     clock.sweep(data, 20)
-    assert there(data, "1", "2", "3") == []
+    assert stored_ids(data, "1", "2", "3") == []
     assert data.store.stored_bytes == 0
     data.close()
 
 
-def test_many_are_due_at_once_and_some_stay(tmp_path: Path, clock: Clock) -> None:
+def test_retention_deletes_due_responses_over_many_transactions(tmp_path: Path, clock: Clock) -> None:
     data = open_data_dir(tmp_path, BIG, retention_seconds=SECONDS_PER_DAY)
     count = 3 * MAX_TRANSACTION_ROWS
     for number in range(count):
@@ -101,34 +101,34 @@ def test_many_are_due_at_once_and_some_stay(tmp_path: Path, clock: Clock) -> Non
     data.store.put(A, response("long", *map(str, range(2 * MAX_TRANSACTION_ROWS))))
     clock.now += SECONDS_PER_DAY + 1
     for number in range(count // 2):
-        data.store.put(A, following(f"next {number}", str(number)))
+        data.store.put(A, continuing_response(f"next {number}", str(number)))
     clock.sweep(data)
-    assert there(data, *map(str, range(count)), "long") == [*map(str, range(count // 2))]
+    assert stored_ids(data, *map(str, range(count)), "long") == [*map(str, range(count // 2))]
     data.close()
 
 
 @pytest.mark.parametrize("retention", [30 * SECONDS_PER_DAY, 0.0])
-def test_what_an_earlier_version_stored_has_its_days_from_the_first_start(
+def test_retention_of_version_2_responses_starts_at_upgrade(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, retention: float
 ) -> None:
     write_version_2(tmp_path, {"1": None, "2": "1", "3": None}, at=BEGIN - 1000 * SECONDS_PER_DAY)
     clock.now += 40 * SECONDS_PER_DAY  # the machine was off
     with caplog.at_level(logging.WARNING):
         data = open_data_dir(tmp_path, BIG, retention_seconds=retention)
-    said = "3 stored responses will be deleted on 2027-03-26, 30 days from now"
-    assert (said in caplog.text) == bool(retention)
+    warning = "3 stored responses will be deleted on 2027-03-26, 30 days from now"
+    assert (warning in caplog.text) == bool(retention)
     clock.sweep(data, 29)
     data.close()
     caplog.clear()
     data = open_data_dir(tmp_path, BIG, retention_seconds=retention)
     assert "will be deleted" not in caplog.text, "it is said once"
-    data.store.put(A, following("4", "3"))
+    data.store.put(A, continuing_response("4", "3"))
     clock.sweep(data, 1.01)
-    assert there(data, "1", "2", "3", "4") == (["3", "4"] if retention else ["1", "2", "3", "4"])
+    assert stored_ids(data, "1", "2", "3", "4") == (["3", "4"] if retention else ["1", "2", "3", "4"])
     data.close()
 
 
-def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
+def max_sweep_instructions(folder: Path, clock: Clock, count: int) -> int:
     """The most SQLite instructions of one statement while `count` responses of an earlier version are due, and a newer
     response continues all of them.
     """
@@ -139,15 +139,15 @@ def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
         folder, BIG, retention_seconds=SECONDS_PER_DAY, connect=partial(sqlite3.connect, factory=Counted)
     )
     clock.now += SECONDS_PER_DAY + 1
-    data.store.put(A, following("new", str(count - 1)))
+    data.store.put(A, continuing_response("new", str(count - 1)))
     Counted.counts.clear()
     clock.sweep(data)
-    assert there(data, *before) == [*before]
+    assert stored_ids(data, *before) == [*before]
     data.close()
     return max(times for text, times in Counted.counts.items() if text.startswith("select created, rowid"))
 
 
-def test_what_was_created_at_the_same_time_is_not_visited_once_more(tmp_path: Path, clock: Clock) -> None:
+def test_retention_sweep_cost_is_independent_of_kept_responses(tmp_path: Path, clock: Clock) -> None:
     """In an upgraded store each step visited every kept response of an earlier version again."""
-    few, many = (instructions_of_a_pass(tmp_path / str(count), clock, count) for count in (200, 1200))
+    few, many = (max_sweep_instructions(tmp_path / str(count), clock, count) for count in (200, 1200))
     assert many < 1.5 * few

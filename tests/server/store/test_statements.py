@@ -142,7 +142,7 @@ def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[
     return {method.__func__: step for method, step in steps}
 
 
-def instructions(folder: Path, rows: int) -> dict[str, int]:
+def max_instructions_by_statement(folder: Path, rows: int) -> dict[str, int]:
     """By statement: the most SQLite instructions of one execution, in a full store with `rows` rows of each kind."""
     folder.mkdir()
     fill(folder, rows)
@@ -165,15 +165,15 @@ def instructions(folder: Path, rows: int) -> dict[str, int]:
     return {text: count for text, count in Counted.counts.items() if not text.startswith("pragma")}
 
 
-def test_no_statement_does_more_in_a_larger_store(tmp_path: Path) -> None:
-    small, large = (instructions(tmp_path / str(rows), rows) for rows in SIZES)
+def test_statement_cost_is_independent_of_store_size(tmp_path: Path) -> None:
+    small, large = (max_instructions_by_statement(tmp_path / str(rows), rows) for rows in SIZES)
     grown = {text: (small.get(text), count) for text, count in large.items() if count > 1.05 * small.get(text, 0) + 5}
     assert not grown
     assert small.keys() == large.keys()
     assert len(large) > 60, "the statements are counted"
 
 
-def test_a_statement_that_reads_or_sorts_a_whole_table_is_noticed(tmp_path: Path) -> None:
+def test_watched_connection_reports_full_table_scan_and_sort(tmp_path: Path) -> None:
     """All tests of the server use such connections."""
     open_data_dir(tmp_path, BIG).close()
     connection = Watched(tmp_path / DATABASE_FILE)

@@ -18,52 +18,52 @@ PINS = PinnedReplayFields(id="one", name="", created=0, seed=1)
 STOP = ChoiceFinish("stop", 3, came_with_token=True)
 
 
-def calls(folder: Path) -> tuple[Database, Calls]:
+def open_journal(folder: Path) -> tuple[Database, Calls]:
     database = Database(folder)
     return database, Calls(database, 1 << 20)
 
 
-def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
-    database, journal = calls(tmp_path)
+def test_journal_recovers_tokens_from_write_ahead_log(tmp_path: Path) -> None:
+    database, journal = open_journal(tmp_path)
     call = JournaledCall(
         path="/v1/completions", body=b"{}", pins=PINS, progress=CallProgress([[], []], [-1, -1], [None, None])
     )
     journal.put("me", call, 4e9, "a")
-    kept = WriteAheadLog(tmp_path, "a")
-    number = kept.log_call("me", "one", 2)
-    kept.log_tokens(number, 0, 0, [5, 6], None)
+    log = WriteAheadLog(tmp_path, "a")
+    number = log.log_call("me", "one", 2)
+    log.log_tokens(number, 0, 0, [5, 6], None)
     journal.update_progress(
         [ProgressUpdate("me", "one", CallProgress([[5], []], [0, -1], [None, None]), 4e9, is_complete=False)], "a"
     )
-    kept.log_step([number + 1, 0, 8, number, 2, 7, kept.log_call("me", "unknown"), 0, 1])
-    kept.log_tokens(number, 0, 3, [9], STOP)
-    kept.log_tokens(kept.log_call("me", "unknown"), 0, 0, [1], None)
+    log.log_step([number + 1, 0, 8, number, 2, 7, log.log_call("me", "unknown"), 0, 1])
+    log.log_tokens(number, 0, 3, [9], STOP)
+    log.log_tokens(log.log_call("me", "unknown"), 0, 0, [1], None)
     database.close()  # the state after a kill: the log is not closed
-    database, journal = calls(tmp_path)
-    found = journal.find("me", "one")
-    assert found is not None
-    assert found.progress == CallProgress([[5, 6, 7, 9], [8]], [0, -1], [STOP, None])
+    database, journal = open_journal(tmp_path)
+    journaled = journal.find("me", "one")
+    assert journaled is not None
+    assert journaled.progress == CallProgress([[5, 6, 7, 9], [8]], [0, -1], [STOP, None])
     assert not list(tmp_path.glob("tail-*"))
     database.close()
 
 
-def test_halves_of_another_version_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_ahead_log_reads_halves_of_other_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upgrade may read a log of a version with smaller halves."""
     monkeypatch.setattr(write_ahead_log, "HALF_BYTES", 4096)
-    kept = WriteAheadLog(tmp_path, "a")
-    number = kept.log_call("me", "one")
+    log = WriteAheadLog(tmp_path, "a")
+    number = log.log_call("me", "one")
     for token in range(100):
-        kept.log_step([number, token, token])
+        log.log_step([number, token, token])
         if token == 90:
-            assert kept.switch_half_if_filling([(number, "me", "one", 1)])
+            assert log.switch_half_if_filling([(number, "me", "one", 1)])
     monkeypatch.undo()
     assert [each.position for each in read_logged_tokens(tmp_path / "tail-a")] == list(range(100))
-    kept.close_and_delete()
+    log.close_and_delete()
 
 
-def test_single_tokens_of_another_version_are_read(tmp_path: Path) -> None:
-    kept, path = WriteAheadLog(tmp_path, "a"), tmp_path / "tail-a"
-    number = kept.log_call("me", "one")
+def test_write_ahead_log_reads_single_token_records(tmp_path: Path) -> None:
+    log, path = WriteAheadLog(tmp_path, "a"), tmp_path / "tail-a"
+    number = log.log_call("me", "one")
     content = bytearray(path.read_bytes())
     (place,) = struct.unpack_from("<Q", content, 36)
     used = place % (1 << 32)
@@ -74,54 +74,54 @@ def test_single_tokens_of_another_version_are_read(tmp_path: Path) -> None:
     struct.pack_into("<Q", content, 36, place + 3 * 24)
     path.write_bytes(content)
     assert list(read_logged_tokens(path)) == [LoggedTokens("me", "one", 1, at, (7,), None) for at in range(3)]
-    kept.close_and_delete()
+    log.close_and_delete()
 
 
-def test_a_kind_of_records_of_a_later_version_ends_what_is_read(tmp_path: Path) -> None:
+def test_write_ahead_log_reading_stops_at_unknown_record_type(tmp_path: Path) -> None:
     """After a downgrade: the start must not fail, and what follows is computed again."""
 
     class Later(write_ahead_log.TokensRecord, frozen=True, tag="later", array_like=True):
         pass
 
-    kept = WriteAheadLog(tmp_path, "a")
-    number = kept.log_call("me", "one")
-    kept.log_step([number, 0, 5])
-    kept._append_record(Later(number, 0, 1, [6], None))
-    kept.log_step([number, 2, 7])
+    log = WriteAheadLog(tmp_path, "a")
+    number = log.log_call("me", "one")
+    log.log_step([number, 0, 5])
+    log._append_record(Later(number, 0, 1, [6], None))
+    log.log_step([number, 2, 7])
     assert list(read_logged_tokens(tmp_path / "tail-a")) == [LoggedTokens("me", "one", 0, 0, (5,), None)]
-    kept.close_and_delete()
+    log.close_and_delete()
 
 
-def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_ahead_log_keeps_tokens_since_switch_of_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_ahead_log, "HALF_BYTES", 4096)
-    kept, expected, noted = WriteAheadLog(tmp_path, "a"), list[int](), 0
-    number = kept.log_call("me", "one")
+    log, expected, switched_at = WriteAheadLog(tmp_path, "a"), list[int](), 0
+    number = log.log_call("me", "one")
     for token in range(2000):
-        if token % 50 == 0 and kept.switch_half_if_filling([(number, "me", "one", 1)]):
-            noted = token
+        if token % 50 == 0 and log.switch_half_if_filling([(number, "me", "one", 1)]):
+            switched_at = token
             assert [id for each in read_logged_tokens(tmp_path / "tail-a") for id in each.token_ids][-1:] == expected[
                 -1:
             ]
-            kept.discard_other_half()
-        kept.log_step([number, token, token])
+            log.discard_other_half()
+        log.log_step([number, token, token])
         expected.append(token)
-    found = [(each.position, *each.token_ids) for each in read_logged_tokens(tmp_path / "tail-a")]
-    assert noted > 1500
-    assert found[-1] == (1999, 1999)
-    assert set(range(noted, 2000)) <= {place for place, _ in found}, "what is not noted is all there"
-    kept.close_and_delete()
+    logged = [(each.position, *each.token_ids) for each in read_logged_tokens(tmp_path / "tail-a")]
+    assert switched_at > 1500
+    assert logged[-1] == (1999, 1999)
+    assert set(range(switched_at, 2000)) <= {place for place, _ in logged}, "what is not noted is all there"
+    log.close_and_delete()
     assert not (tmp_path / "tail-a").exists()
 
 
-def test_nothing_is_taken_of_another_boot_or_beyond_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_ahead_log_drops_other_boot_and_excess_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_ahead_log, "HALF_BYTES", 256)
-    kept = WriteAheadLog(tmp_path, "a")
-    number = kept.log_call("me", "one")
+    log = WriteAheadLog(tmp_path, "a")
+    number = log.log_call("me", "one")
     for token in range(100):
-        kept.log_step([number, token, token])
-    found = [each.position for each in read_logged_tokens(tmp_path / "tail-a")]
-    assert found == list(range(len(found)))
-    assert 5 < len(found) < 100
+        log.log_step([number, token, token])
+    positions = [each.position for each in read_logged_tokens(tmp_path / "tail-a")]
+    assert positions == list(range(len(positions)))
+    assert 5 < len(positions) < 100
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr(write_ahead_log, "BOOT_ID_FILE", tmp_path / "boot")
     assert not list(read_logged_tokens(tmp_path / "tail-a"))
@@ -129,33 +129,33 @@ def test_nothing_is_taken_of_another_boot_or_beyond_the_room(tmp_path: Path, mon
     assert not list(read_logged_tokens(tmp_path / "tail-b"))
 
 
-def test_a_tail_that_is_damaged_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_write_ahead_log_yields_only_written_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_ahead_log, "HALF_BYTES", 96)
-    kept, written = WriteAheadLog(tmp_path, "a"), set[LoggedTokens]()
-    number = kept.log_call("me", "one")
+    log, written = WriteAheadLog(tmp_path, "a"), set[LoggedTokens]()
+    number = log.log_call("me", "one")
     for token in range(3):
-        kept.log_step([number, token, token])
+        log.log_step([number, token, token])
         written.add(LoggedTokens("me", "one", 0, token, (token,), None))
 
-    def found(content: bytes) -> set[LoggedTokens]:
+    def read_tokens(content: bytes) -> set[LoggedTokens]:
         (tmp_path / "tail-b").write_bytes(content)
         return {each._replace(token_ids=tuple(each.token_ids)) for each in read_logged_tokens(tmp_path / "tail-b")}
 
     whole = (tmp_path / "tail-a").read_bytes()
-    assert found(whole) == written
+    assert read_tokens(whole) == written
     for at in range(len(whole)):
         for bits in (1, 128, whole[at]):
-            assert found(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :]) <= written
+            assert read_tokens(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :]) <= written
 
 
-def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_write_ahead_log_yields_only_known_call_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_ahead_log, "HALF_BYTES", 512)
-    kept, rng, path = WriteAheadLog(tmp_path, "a"), random.Random(1), tmp_path / "tail-a"
-    number = kept.log_call("me", "one")
+    log, rng, path = WriteAheadLog(tmp_path, "a"), random.Random(1), tmp_path / "tail-a"
+    number = log.log_call("me", "one")
     for token in range(60):
-        kept.log_step([number, token, token])
+        log.log_step([number, token, token])
         if token == 30:
-            assert kept.switch_half_if_filling([(number, "me", "one", 1)])
+            assert log.switch_half_if_filling([(number, "me", "one", 1)])
     content = path.read_bytes()
     assert len(list(read_logged_tokens(path))) > 35
     for _ in range(200):
@@ -166,7 +166,7 @@ def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch:
         assert {each.id for each in read_logged_tokens(path)} <= {"one"}
 
 
-def test_a_gap_ends_what_is_taken() -> None:
+def test_merge_tokens_ignores_tokens_after_gap() -> None:
     progress = CallProgress([[1]], [0], [None])
     progress.merge_tokens(0, 2, [3], STOP)
     assert progress.ids == [[1]]

@@ -36,11 +36,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> WorkerSlotClaim:
+def make_claim(of: Tenant, clock: Callable[[], float], size: int = 1) -> WorkerSlotClaim:
     return WorkerSlotClaim(of, size, asyncio.get_running_loop().create_future(), arrived_at=clock())
 
 
-async def served(
+async def run_all_jobs(
     queue: JobQueue, clock: Clock, turns: list[WorkerSlotClaim], seconds: Callable[[WorkerSlotClaim], float]
 ) -> list[WorkerSlotClaim]:
     """Run all claims and return them in the order of their grants; each takes `seconds`."""
@@ -59,38 +59,38 @@ async def served(
     return order
 
 
-async def test_who_sends_much_waits_for_who_sends_little(clock: Clock) -> None:
+async def test_job_queue_shares_slots_equally_among_tenants(clock: Clock) -> None:
     many, few = tenant("many"), tenant("few")
-    turns = [turn(many, clock) for _ in range(50)] + [turn(few, clock) for _ in range(5)]
-    order = await served(JobQueue(1), clock, turns, lambda each: 1.0)
+    turns = [make_claim(many, clock) for _ in range(50)] + [make_claim(few, clock) for _ in range(5)]
+    order = await run_all_jobs(JobQueue(1), clock, turns, lambda each: 1.0)
     places = [place for place, each in enumerate(order) if each.tenant is few]
     assert places[-1] <= 2 * 5
 
 
-async def test_shares_follow_weights(clock: Clock) -> None:
+async def test_job_queue_shares_follow_tenant_weights(clock: Clock) -> None:
     heavy, light = tenant("heavy", 3.0), tenant("light", 1.0)
-    turns = [turn(each, clock) for each in (heavy, light) for _ in range(40)]
-    order = await served(JobQueue(1), clock, turns, lambda each: 1.0)
+    turns = [make_claim(each, clock) for each in (heavy, light) for _ in range(40)]
+    order = await run_all_jobs(JobQueue(1), clock, turns, lambda each: 1.0)
     first = Counter(each.tenant.name for each in order[:40])
     assert 28 <= first["heavy"] <= 32
 
 
-async def test_time_counts_and_not_the_number(clock: Clock) -> None:
+async def test_job_queue_counts_worker_seconds_not_jobs(clock: Clock) -> None:
     slow, quick = tenant("slow"), tenant("quick")
-    turns = [turn(slow, clock) for _ in range(10)] + [turn(quick, clock) for _ in range(100)]
-    order = await served(JobQueue(1), clock, turns, lambda each: 10.0 if each.tenant is slow else 1.0)
+    turns = [make_claim(slow, clock) for _ in range(10)] + [make_claim(quick, clock) for _ in range(100)]
+    order = await run_all_jobs(JobQueue(1), clock, turns, lambda each: 10.0 if each.tenant is slow else 1.0)
     assert 4 <= sum(each.tenant is slow for each in order[:55]) <= 6
 
 
-async def test_small_ones_come_first_but_large_ones_come(clock: Clock) -> None:
+async def test_job_queue_prefers_small_jobs_without_starving_large_ones(clock: Clock) -> None:
     one = tenant("one")
     queue = JobQueue(1)
-    queue.add_job(blocker := turn(one, clock))
-    large = turn(one, clock, size=900_000)
+    queue.add_job(blocker := make_claim(one, clock))
+    large = make_claim(one, clock, size=900_000)
     queue.add_job(large)
     numbers = count()
     while not large.grant_future.done():
-        queue.add_job(small := turn(one, clock, size=100))
+        queue.add_job(small := make_claim(one, clock, size=100))
         clock.now += 0.1
         queue.end_job(blocker)
         blocker = small
@@ -104,7 +104,7 @@ async def test_small_ones_come_first_but_large_ones_come(clock: Clock) -> None:
     st.integers(1, 8),
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([1, LARGE_BYTES + 1]), st.booleans()), max_size=40),
 )
-def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list[tuple[str, int, bool]]) -> None:
+def test_job_queue_never_exceeds_slots_and_grants_every_job(slots: int, jobs: list[tuple[str, int, bool]]) -> None:
     async def run() -> None:
         queue, open_turns = JobQueue(slots), list[WorkerSlotClaim]()
         tenants = {name: tenant(name) for name in "abc"}
@@ -125,21 +125,23 @@ def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list
             queue.end_job(granted[0])
             open_turns.remove(granted[0])
         assert len(queue) == 0
-        kept = [*queue._seconds_by_tenant, *queue._seconds_by_class, *queue._num_jobs]
-        assert not kept, "of tenants that are gone, nothing is kept"
+        leftover = [*queue._seconds_by_tenant, *queue._seconds_by_class, *queue._num_jobs]
+        assert not leftover, "of tenants that are gone, nothing is kept"
 
     asyncio.run(run())
 
 
-async def test_many_jobs_of_one_kind_do_not_hold_up_another(clock: Clock) -> None:
+async def test_job_queue_classes_do_not_block_each_other(clock: Clock) -> None:
     """Also if all callers are one tenant, as on a server without keys."""
     queue, anybody = JobQueue(2), tenant("")
-    grammars = [turn(anybody, clock) for _ in range(50)]
+    grammars = [make_claim(anybody, clock) for _ in range(50)]
     for each in grammars:
         each.is_slow = True
-    prompts = [turn(anybody, clock, 1 << 20) for _ in range(50)]
-    honest = turn(anybody, clock, 9000)
-    order = await served(queue, clock, [*grammars, *prompts, honest], lambda each: 0.01 if each is honest else 2.0)
+    prompts = [make_claim(anybody, clock, 1 << 20) for _ in range(50)]
+    honest = make_claim(anybody, clock, 9000)
+    order = await run_all_jobs(
+        queue, clock, [*grammars, *prompts, honest], lambda each: 0.01 if each is honest else 2.0
+    )
     assert order.index(honest) <= 2
     half = order[:50]
     assert abs(sum(each.is_slow for each in half) - 25) <= 1, "both kinds go on"
