@@ -63,7 +63,7 @@ class RateLimits:
         limits = [
             None if bucket is None else bucket.per_minute for bucket in (self._request_bucket, self._token_bucket)
         ]
-        return RateLimits(*limits, clock=self._clock)
+        return RateLimits(limits[0], limits[1], clock=self._clock)
 
     @property
     def has_limits(self) -> bool:
