@@ -119,7 +119,7 @@ def test_what_is_not_served_there_is_refused_by_name(other: None, tmp_path: Path
     for name, values in refused.items():
         for value in values:
             with pytest.raises(ConfigError) as raised:
-                engine(path, device="xpu", **{name: value})
+                engine(path, device="mps" if name == "data_parallel_size" else "xpu", **{name: value})
             assert raised.value.param == name
 
 

@@ -24,6 +24,7 @@ from quire.engine.processes.child import Child, RunningProcess, end_processes, m
 from quire.engine.processes.cpu_cores import allowed_cores, node_cores, stay_on
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.frames import Inbox, encode_frame, read_frame
+from quire.engine.processes.gpus import visible_list, visible_variable
 from quire.engine.processes.procfs import Stopped, WatchTimer
 from quire.engine.processes.utility_calls import START, UtilityResult, decode_result, make_call, make_notification
 from quire.engine.worker.device_plan import DevicePlan
@@ -45,7 +46,6 @@ from quire.kernels.distributed import join_ranks
 STOP_SECONDS = 5.0
 """How long a process may take to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
-_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL takes memory for calls in graphs that was not reserved: gigabytes with some drivers
 (https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS), so Quire sets 0 only when
@@ -302,8 +302,10 @@ class MultiProcessRanks(RankGroup):
         """None: this process's."""
         if self._device.type != "cuda":
             return None
+        is_hip = torch.version.hip is not None
+        visible = visible_list(os.environ, is_hip=is_hip)
         return os.environ | {
-            _VISIBLE_VARIABLE: visible_gpus_for_rank(rank, os.environ.get(_VISIBLE_VARIABLE), torch.cuda.device_count())
+            visible_variable(is_hip=is_hip): visible_gpus_for_rank(rank, visible, torch.cuda.device_count())
         }
 
     @property
