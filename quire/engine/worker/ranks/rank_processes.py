@@ -12,8 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import torch
-
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.executor import AdapterLoader, CollectiveRPC
@@ -24,7 +22,6 @@ from quire.engine.processes.child import Child, RunningProcess, end_processes, m
 from quire.engine.processes.cpu_cores import allowed_cores, node_cores, stay_on
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.frames import Inbox, encode_frame, read_frame
-from quire.engine.processes.gpus import visible_list, visible_variable
 from quire.engine.processes.procfs import Stopped, WatchTimer
 from quire.engine.processes.utility_calls import START, UtilityResult, decode_result, make_call, make_notification
 from quire.engine.worker.device_plan import DevicePlan
@@ -39,7 +36,7 @@ from quire.engine.worker.ranks.rank_messages import (
 )
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 from quire.engine.worker.ranks.remote_ranks import NodeRendezvous, RemoteRank
-from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, open_store
+from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, open_store, rank_environment
 from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
@@ -298,16 +295,6 @@ class MultiProcessRanks(RankGroup):
 
         return call_all_ranks
 
-    def _rank_environment(self, rank: int) -> dict[str, str] | None:
-        """None: this process's."""
-        if self._device.type != "cuda":
-            return None
-        is_hip = torch.version.hip is not None
-        visible = visible_list(os.environ, is_hip=is_hip)
-        return os.environ | {
-            visible_variable(is_hip=is_hip): visible_gpus_for_rank(rank, visible, torch.cuda.device_count())
-        }
-
     @property
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
@@ -318,7 +305,7 @@ class MultiProcessRanks(RankGroup):
             child = Child(
                 [*FOLLOWER_PROGRAM, str(answers_fd)],
                 descriptors=(*start.descriptors, answers_fd),
-                environment=self._rank_environment(start.rank),
+                environment=rank_environment(start.rank, self._device),
             )
         except OSError:
             os.close(answers)
@@ -397,11 +384,3 @@ def _abort_collectives_on_event(group_ended: threading.Event, group: Collective)
     """Runs in a thread."""
     group_ended.wait()
     group.abort_collectives()
-
-
-def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
-    paths (https://github.com/NVIDIA/nccl/issues/1066).
-    """
-    gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
-    return ",".join([gpus.pop(rank), *gpus])
