@@ -33,6 +33,7 @@ from quire.engine.worker.startup_steps.started_worker import (
     make_grammar_compiler,
     plan_without_kv_cache,
 )
+from quire.engine.worker.startup_steps.unused_gpus import unused_gpu_note
 
 
 def start_encoder(
@@ -80,7 +81,7 @@ def start_encoder(
         weight_bytes=weight_bytes,
         deterministic=deterministic,
         tasks=tasks,
-        notes=[] if changed is None else [changed],
+        notes=[note for note in (changed, unused_gpu_note(config, device)) if note is not None],
         no_images=images.text_only_reason,
     )
     return StartedWorker(

@@ -15,6 +15,7 @@ from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.loading.transformers_support import transformers_description_suffix
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.startup_steps.started_worker import make_engine_info
+from quire.engine.worker.startup_steps.unused_gpus import unused_gpu_note
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.kernels.gpu.other_devices import is_other_device
 
@@ -64,6 +65,7 @@ def startup_notes(
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
         ranks.note,
+        unused_gpu_note(config, device),
         device.type == "cuda"
         and config.data_parallel_size == 1  # replicas see their own only: see client/replica_shares.py
         and idle_gpus_note(
