@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.config import ServerConfig
+from tests.helm_chart import rendered
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tree import ROOT, source_files
@@ -186,77 +186,6 @@ def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
     assert not [path for path in missing if not (tmp_path / path).exists()]
 
 
-def rendered(**values: Any) -> list[dict[str, Any]]:
-    """The chart's objects: by `helm template` where it is installed, else by what is written below for the few actions
-    and functions that the chart keeps to."""
-    given = yaml.safe_load((DEPLOY / "helm/values.yaml").read_text(encoding="utf-8"))
-    given = {**given, **values, "storage": given["storage"] | values.get("storage", {})}
-    if helm := shutil.which("helm"):
-        command = [helm, "template", "quire", str(DEPLOY / "helm"), "--values", "-"]
-        text = subprocess.run(command, input=yaml.safe_dump(given), capture_output=True, text=True, check=True).stdout
-    else:
-        context = {"Values": given, "Release": {"Name": "quire"}}
-        paths = sorted((DEPLOY / "helm/templates").glob("*.yaml"))
-        text = "\n---\n".join(render(path.read_text(encoding="utf-8"), context) for path in paths)
-    return [each for each in yaml.safe_load_all(text) if each]
-
-
-def render(template: str, context: dict[str, Any]) -> str:
-    """Go's templates, of which there are: values by their paths, toJson, quote, eq, and if, else if, else, end."""
-    parts = re.split(r"(\{\{-? .*? -?\}\})", template)
-    written: list[str] = []
-    open_ifs: list[tuple[bool, bool]] = []  # whether this branch is written, whether one has been
-    for part in parts:
-        if not part.startswith("{{"):
-            written += [part] if all(now for now, _ in open_ifs) else []
-            continue
-        if part.startswith("{{-") and written:
-            written[-1] = written[-1].rstrip()
-        action = part.strip("{}-").strip()
-        if action.startswith("if "):
-            now = bool(value(action[3:], context))
-            open_ifs.append((now, now))
-        elif action.startswith("else"):
-            _, had = open_ifs.pop()
-            now = not had and (action == "else" or bool(value(action[8:], context)))
-            open_ifs.append((now, had or now))
-        elif action == "end":
-            open_ifs.pop()
-        elif all(now for now, _ in open_ifs):
-            written.append(str(value(action, context)))
-    assert not open_ifs
-    return "".join(written)
-
-
-def value(expression: str, context: dict[str, Any]) -> Any:
-    words = shlex.split(expression, posix=False)
-    if words[0] == "eq":
-        return value(words[1], context) == json.loads(words[2])
-    if words[0] in ("toJson", "quote"):
-        found = value(words[1], context)
-        return json.dumps(str(found) if words[0] == "quote" else found)
-    (path,) = words
-    for name in path.removeprefix(".").split("."):
-        context = context[name]
-    return context
-
-
-def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As kustomize's: without the label that tells releases apart, and the annotation that keeps downloads."""
-
-    def cleaned(thing: Any) -> Any:
-        if isinstance(thing, list):
-            return [cleaned(each) for each in thing]
-        if not isinstance(thing, dict):
-            return thing
-        kept = {key: cleaned(each) for key, each in thing.items() if key != "app.kubernetes.io/instance"}
-        if kept.get("annotations") == {"helm.sh/resource-policy": "keep"}:
-            del kept["annotations"]
-        return kept
-
-    return sorted((cleaned(each) for each in chart), key=lambda each: str(each["kind"]))
-
-
 def built(folder: str) -> list[dict[str, Any]]:
     """What kustomize makes of a folder; skips the test without it."""
     tools = [["kustomize", "build"], ["kubectl", "kustomize"]]
@@ -268,38 +197,18 @@ def built(folder: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-@pytest.mark.parametrize("folder", ["cpu", "gpu"])
-def test_the_chart_makes_the_objects_that_kustomize_makes(folder: str) -> None:
-    of_gpu = {"gpus": 1, "cpu": "4", "memory": "32Gi"} if folder == "gpu" else {}
-    wanted = sorted(built(folder), key=lambda each: str(each["kind"]))
-    assert same_objects(rendered(**of_gpu)) == wanted
-
-
-def test_the_chart_s_values_are_where_they_belong() -> None:
-    storage = {"accessMode": "ReadWriteMany", "className": "nfs", "size": "1Ti"}
-    chart = rendered(model='a"b', args=["--strict"], replicas=3, image="r/quire:1", secret="mine", storage=storage)
-    objects = {each["kind"]: each for each in chart}
-    deployment, claim = objects["Deployment"]["spec"], objects["PersistentVolumeClaim"]["spec"]
-    (container,) = deployment["template"]["spec"]["containers"]
-    assert (deployment["replicas"], container["image"], container["args"]) == (3, "r/quire:1", ["--strict"])
-    assert {"name": "QUIRE_MODEL", "value": 'a"b'} in container["env"]
-    assert {each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each} == {"mine"}
-    assert claim == {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": "1Ti"}},
-        "storageClassName": "nfs",
-    }
-    assert deployment["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
-    gpus = {each["kind"]: each for each in rendered(gpus=1, storage=storage)}["Deployment"]["spec"]["strategy"]
-    assert gpus["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
-
-
-@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled"])
+@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "autoscaled-gpu"])
 def test_a_rollout_does_not_wait_for_a_claim_that_the_old_pod_holds(folder: str) -> None:
     objects = {each["kind"]: each for each in built(folder)}
     shared = objects["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert shared == (folder == "autoscaled")
-    assert (objects["Deployment"]["spec"]["strategy"]["type"] == "Recreate") != shared
+    assert shared == folder.startswith("autoscaled")
+    strategy = objects["Deployment"]["spec"]["strategy"]
+    assert (strategy["type"] == "Recreate") != shared
+    if shared:
+        spare = 0 if folder.endswith("gpu") else 1
+        assert strategy["rollingUpdate"] == {"maxUnavailable": 1 - spare, "maxSurge": spare}
+        peers = objects["NetworkPolicy"]["spec"]["ingress"][0]["from"]
+        assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in peers
 
 
 def manifests(folder: str) -> Iterator[dict[str, Any]]:
@@ -332,7 +241,7 @@ async def test_a_pod_is_asked_what_the_server_answers() -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/models", "/tmp"}
 
 
-@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "chart"])
+@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "autoscaled-gpu", "chart"])
 def test_kubernetes_objects_are_what_their_schemas_say(folder: str) -> None:
     """As kustomize makes them, where it is installed, else as they are written."""
     schemas = pytest.importorskip("kubernetes_validate", reason="the registry's kubernetes-validate is not installed")
