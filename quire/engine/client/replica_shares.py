@@ -57,6 +57,8 @@ def replica_config(
     for name in ("kv_offload_memory",) if on_gpus else ("kv_cache_memory", "kv_offload_memory"):
         if (total := getattr(config, name)) is not None:
             update[name] = total / count
+    if config.kv_events_config is not None:
+        update["kv_events_config"] = config.kv_events_config.for_replica(index)
     if config.kv_offload_dir is not None:
         update["kv_offload_dir"] = str(Path(config.kv_offload_dir) / f"replica-{index}")
         update["kv_offload_disk"] = config.kv_disk_gib / count
