@@ -24,7 +24,7 @@ def replica_resources(config: ServerConfig, cluster_gpus: float) -> dict[str, An
     actor: dict[str, Any] = {"num_cpus": cores} | ({"num_gpus": parts} if uses_gpus else {})
     options: dict[str, Any] = {"ray_actor_options": actor}
     if parts > 1:
-        first: dict[str, float] = {"CPU": cores} | ({"GPU": parts} if uses_gpus else {})
+        first: dict[str, int] = {"CPU": cores} | ({"GPU": parts} if uses_gpus else {})
         bundles = [first, *({"CPU": cores} for _ in range(parts - 1))]
         options |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}
     return options

@@ -89,7 +89,7 @@ class EngineProcess:
                     [*self.PROGRAM, self._address, str(engine_end)],
                     engine_json(config).encode(),
                     descriptors=[engine_end],
-                    environment=_environment() | environment,
+                    environment={**_environment(), **environment},
                     stderr=subprocess.PIPE,
                 )
         except OSError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from itertools import count
 import msgspec
 import zmq
 
+from quire.engine.common import clock
 from quire.engine.common.config_types import KVEventsConfig
 from quire.engine.common.errors import ConfigError
 
@@ -98,7 +98,7 @@ class KVEventPublisher:
     def publish(self, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         if not events:
             return
-        batch = KVEventBatch(time.time(), list(events), self._config.data_parallel_rank)
+        batch = KVEventBatch(clock.time(), list(events), self._config.data_parallel_rank)
         try:
             self._queue.send_multipart([next(self._numbers).to_bytes(8, "big"), self._encode(batch)], zmq.NOBLOCK)
         except zmq.Again:

@@ -19,7 +19,9 @@ class PrefixCacheEvents:
         """The last event, if it may be extended, its request and the index of the block that would extend it."""
 
     def take(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        events, self._events, self._last_stored = self._events, [], None
+        events = self._events
+        self._events = []
+        self._last_stored = None
         return events
 
     def record_stored(self, request: Request, index: int, digest: bytes, group: int) -> None:
