@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,17 +153,14 @@ def test_batches_are_replayed_from_a_number_on(tmp_path: Path, context: zmq.Cont
     publisher.close()
 
 
-def test_an_endpoint_that_is_taken_is_an_error_that_names_it(tmp_path: Path, context: zmq.Context[Any]) -> None:
-    taken = context.socket(zmq.PUB)
-    port = taken.bind_to_random_port("tcp://127.0.0.1")
-    taken.unbind(f"tcp://127.0.0.1:{port}")
-    taken.bind(f"tcp://*:{port}")
-    config = EngineConfig(kv_events_config=events(tmp_path, endpoint=f"tcp://*:{port}"))
-    assert config.kv_events_config is not None
-    with pytest.raises(
-        ConfigError, match=rf"kv_events_config: endpoint tcp://\*:{port} cannot be used: Address already"
-    ):
-        KVEventPublisher(config.kv_events_config)
+def test_an_endpoint_that_is_taken_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = EngineConfig(kv_events_config=events(tmp_path, endpoint=f"tcp://*:{port}"))
+        assert config.kv_events_config is not None
+        wrong = rf"kv_events_config: endpoint tcp://\*:{port} cannot be used: Address already in use"
+        with pytest.raises(ConfigError, match=wrong):
+            KVEventPublisher(config.kv_events_config)
 
 
 def test_a_publisher_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
