@@ -98,9 +98,12 @@ def test_a_router_predicts_what_the_engine_finds(tmp_path: Path, context: zmq.Co
     engine = EngineCore(EngineConfig(num_kv_blocks=24, threads=1, kv_events_config=config, max_model_len=256))
     predicted = right = 0
     try:
+        while not router.socket.poll(100):  # what is told before it has subscribed is lost
+            engine.reset_prefix_cache()
+        router.read()
         for turn in range(24):
             asked = prompt(turn % 5, 40 + 13 * (turn % 4)) + prompt(turn, 20)
-            foreseen = router.predict(asked) if router.numbers else None
+            foreseen = router.predict(asked) if router.size else None
             (answer,) = run(engine, [request(f"r{turn}", asked, max_tokens=3)]).values()
             if foreseen is not None:
                 assert foreseen == answer.cached_tokens
