@@ -83,6 +83,7 @@ SHARED = {
     "quire.engine.processes.child",
     "quire.engine.processes.exit_cause",
     "quire.engine.processes.frames",
+    "quire.engine.processes.gpus",
     "quire.engine.processes.heartbeat",
     "quire.engine.processes.procfs",
     "quire.engine.processes.utility_calls",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.config import ServerConfig
+from tests.helm_chart import rendered
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tree import ROOT, source_files
@@ -190,81 +190,7 @@ def test_dockerfile_python_commands_list_dependencies_and_models(tmp_path: Path)
     assert not [path for path in missing if not (tmp_path / path).exists()]
 
 
-def rendered_chart(**values: Any) -> list[dict[str, Any]]:
-    """Objects of the chart: from `helm template` if it is installed, else from `render`, which knows the few actions
-    that the chart uses.
-    """
-    chart_values = yaml.safe_load((DEPLOY / "helm/values.yaml").read_text(encoding="utf-8"))
-    chart_values = {**chart_values, **values, "storage": chart_values["storage"] | values.get("storage", {})}
-    if helm := shutil.which("helm"):
-        command = [helm, "template", "quire", str(DEPLOY / "helm"), "--values", "-"]
-        text = subprocess.run(
-            command, input=yaml.safe_dump(chart_values), capture_output=True, text=True, check=True
-        ).stdout
-    else:
-        context = {"Values": chart_values, "Release": {"Name": "quire"}}
-        paths = sorted((DEPLOY / "helm/templates").glob("*.yaml"))
-        text = "\n---\n".join(render(path.read_text(encoding="utf-8"), context) for path in paths)
-    return [each for each in yaml.safe_load_all(text) if each]
-
-
-def render(template: str, context: dict[str, Any]) -> str:
-    """The subset of Go's templates that the chart uses: values by path, toJson, quote, eq, if, else if, else, end."""
-    parts = re.split(r"(\{\{-? .*? -?\}\})", template)
-    written: list[str] = []
-    open_ifs: list[tuple[bool, bool]] = []  # (this branch is written, some branch was written)
-    for part in parts:
-        if not part.startswith("{{"):
-            written += [part] if all(now for now, _ in open_ifs) else []
-            continue
-        if part.startswith("{{-") and written:
-            written[-1] = written[-1].rstrip()
-        action = part.strip("{}-").strip()
-        if action.startswith("if "):
-            now = bool(value(action[3:], context))
-            open_ifs.append((now, now))
-        elif action.startswith("else"):
-            _, had = open_ifs.pop()
-            now = not had and (action == "else" or bool(value(action[8:], context)))
-            open_ifs.append((now, had or now))
-        elif action == "end":
-            open_ifs.pop()
-        elif all(now for now, _ in open_ifs):
-            written.append(str(value(action, context)))
-    assert not open_ifs
-    return "".join(written)
-
-
-def value(expression: str, context: dict[str, Any]) -> Any:
-    words = shlex.split(expression, posix=False)
-    if words[0] == "eq":
-        return value(words[1], context) == json.loads(words[2])
-    if words[0] in ("toJson", "quote"):
-        found = value(words[1], context)
-        return json.dumps(str(found) if words[0] == "quote" else found)
-    (path,) = words
-    for name in path.removeprefix(".").split("."):
-        context = context[name]
-    return context
-
-
-def comparable_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Objects comparable with kustomize's: without the release label and the annotation that keeps downloads."""
-
-    def cleaned(thing: Any) -> Any:
-        if isinstance(thing, list):
-            return [cleaned(each) for each in thing]
-        if not isinstance(thing, dict):
-            return thing
-        fields = {key: cleaned(each) for key, each in thing.items() if key != "app.kubernetes.io/instance"}
-        if fields.get("annotations") == {"helm.sh/resource-policy": "keep"}:
-            del fields["annotations"]
-        return fields
-
-    return sorted((cleaned(each) for each in chart), key=lambda each: str(each["kind"]))
-
-
-def kustomize_build(folder: str) -> list[dict[str, Any]]:
+def built(folder: str) -> list[dict[str, Any]]:
     """Objects that kustomize makes of a folder; skips the test without kustomize."""
     tools = [["kustomize", "build"], ["kubectl", "kustomize"]]
     command = next((tool for tool in tools if shutil.which(tool[0])), None)
@@ -275,40 +201,18 @@ def kustomize_build(folder: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(completed.stdout))
 
 
-@pytest.mark.parametrize("folder", ["cpu", "gpu"])
-def test_helm_chart_renders_same_objects_as_kustomize(folder: str) -> None:
-    gpu_values = {"gpus": 1, "cpu": "4", "memory": "32Gi"} if folder == "gpu" else {}
-    expected = sorted(kustomize_build(folder), key=lambda each: str(each["kind"]))
-    assert comparable_objects(rendered_chart(**gpu_values)) == expected
-
-
-def test_helm_values_reach_their_fields() -> None:
-    storage = {"accessMode": "ReadWriteMany", "className": "nfs", "size": "1Ti"}
-    chart = rendered_chart(
-        model='a"b', args=["--strict"], replicas=3, image="r/quire:1", secret="mine", storage=storage
-    )
-    objects = {each["kind"]: each for each in chart}
-    deployment, claim = objects["Deployment"]["spec"], objects["PersistentVolumeClaim"]["spec"]
-    (container,) = deployment["template"]["spec"]["containers"]
-    assert (deployment["replicas"], container["image"], container["args"]) == (3, "r/quire:1", ["--strict"])
-    assert {"name": "QUIRE_MODEL", "value": 'a"b'} in container["env"]
-    assert {each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each} == {"mine"}
-    assert claim == {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": "1Ti"}},
-        "storageClassName": "nfs",
-    }
-    assert deployment["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
-    gpus = {each["kind"]: each for each in rendered_chart(gpus=1, storage=storage)}["Deployment"]["spec"]["strategy"]
-    assert gpus["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
-
-
-@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled"])
+@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "autoscaled-gpu"])
 def test_rollout_recreates_pod_when_volume_claim_is_exclusive(folder: str) -> None:
-    objects = {each["kind"]: each for each in kustomize_build(folder)}
+    objects = {each["kind"]: each for each in built(folder)}
     shared = objects["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert shared == (folder == "autoscaled")
-    assert (objects["Deployment"]["spec"]["strategy"]["type"] == "Recreate") != shared
+    assert shared == folder.startswith("autoscaled")
+    strategy = objects["Deployment"]["spec"]["strategy"]
+    assert (strategy["type"] == "Recreate") != shared
+    if shared:
+        spare = 0 if folder.endswith("gpu") else 1
+        assert strategy["rollingUpdate"] == {"maxUnavailable": 1 - spare, "maxSurge": spare}
+        peers = objects["NetworkPolicy"]["spec"]["ingress"][0]["from"]
+        assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in peers
 
 
 def manifests(folder: str) -> Iterator[dict[str, Any]]:
@@ -341,13 +245,13 @@ async def test_pod_probes_and_settings_match_server() -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/models", "/tmp"}
 
 
-@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "chart"])
+@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled", "autoscaled-gpu", "chart"])
 def test_kubernetes_objects_follow_schemas(folder: str) -> None:
     """The objects are those of kustomize if it is installed, else those in the files."""
     schemas = pytest.importorskip("kubernetes_validate", reason="the registry's kubernetes-validate is not installed")
-    objects = rendered_chart(gpus=2) if folder == "chart" else list(manifests(folder))
+    objects = rendered(gpus=2) if folder == "chart" else list(manifests(folder))
     if folder != "chart" and (shutil.which("kustomize") or shutil.which("kubectl")):
-        objects = kustomize_build(folder)
+        objects = built(folder)
         assert {each["kind"] for each in objects} >= {each["kind"] for each in manifests("cpu")}
     for each in objects:
         if "monitoring.coreos.com" not in each["apiVersion"]:  # a kind of the operator, unknown to Kubernetes

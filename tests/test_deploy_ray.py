@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from deploy.ray.call import BLOCK, MAX_BLOCKS, Call, make_call, with_seed
 from deploy.ray.prefixes import SentPrefixes
+from deploy.ray.resources import replica_resources
 from deploy.ray.resume import ResumableStream
 from quire.engine.common.errors import EngineError
 from quire.server.config import ServerConfig
@@ -211,6 +212,34 @@ def test_longest_prefix_replica_is_preferred_unless_overloaded() -> None:
     assert sent.preferred((1, 2, 3), {"c": 0}) == set(), "those that ended are no choice"
     sent.note((1, 4, 5, 6, 7), "c")
     assert sent.preferred((1, 2), {"a": 0, "b": 0, "c": 0}) == {"a", "b", "c"}, "2 is forgotten, 1 is not"
+
+
+@pytest.mark.parametrize(
+    ("settings", "cluster_gpus", "actor", "bundles"),
+    [
+        ({}, 0, {"num_cpus": 1}, None),
+        ({"threads": 8}, 0, {"num_cpus": 8}, None),
+        ({}, 8, {"num_cpus": 1, "num_gpus": 1}, None),
+        ({"device": "cpu"}, 8, {"num_cpus": 1}, None),
+        ({"device": "cuda"}, 0, {"num_cpus": 1, "num_gpus": 1}, None),  # the autoscaler has yet to add the machine
+        ({"tensor_parallel_size": 2, "threads": 8}, 0, {"num_cpus": 4}, [{"CPU": 4}, {"CPU": 4}]),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            8,
+            {"num_cpus": 1, "num_gpus": 4},
+            [{"CPU": 1, "GPU": 4}, {"CPU": 1}, {"CPU": 1}, {"CPU": 1}],
+        ),
+    ],
+)
+def test_replica_reserves_one_gpu_per_rank(
+    settings: dict[str, Any], cluster_gpus: int, actor: dict[str, int], bundles: list[dict[str, int]] | None
+) -> None:
+    resources = replica_resources(ServerConfig(**settings), cluster_gpus)
+    assert resources["ray_actor_options"] == actor
+    assert resources.get("placement_group_bundles") == bundles
+    if bundles is not None:
+        assert resources["placement_group_strategy"] == "STRICT_PACK", "one machine"
+        assert all(bundles[0][name] >= need for name, need in zip(("CPU", "GPU"), actor.values(), strict=False))
 
 
 def test_serve_yaml_names_existing_deployments_and_settings() -> None:

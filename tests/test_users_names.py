@@ -35,6 +35,7 @@ from quire.engine.core.block_pool import block_hash, root_hash
 from quire.engine.core.request_history import TimelinePhase
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import BlockTableView, TierStats
+from quire.engine.processes.kv_events import KVEventBatch
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.receipts.receipt_replay import ReplayVerdict
@@ -109,6 +110,7 @@ TYPES: dict[str, Any] = {
     "machines: what it is answered": JoinVerdict,
     "Ray: what a replica says when it joins": ProcessStatus,
     "phases of a request": TimelinePhase,
+    "KV events: a batch": KVEventBatch,
     "quire verify --json: a check": CheckResult,
     "quire replay --json": ReplayVerdict,
     "quire bench --json: figures": latency_stats.BenchSummary,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -11,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from deploy.ray.gateway import Gateway
 from deploy.ray.journal import Journal
 from deploy.ray.replica import Replica
+from deploy.ray.resources import replica_resources
 from deploy.ray.routing import PrefixRouter
 from quire.engine.common.errors import ConfigError
 from quire.engine.settings.settings_reader import load_settings
@@ -45,7 +47,7 @@ def build(args: dict[str, Any]) -> Application:
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         graceful_shutdown_timeout_s=config.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
-        **_resources(config),
+        **replica_resources(config, ray.cluster_resources().get("GPU", 0.0)),
     )
     gateway = serve.deployment(Gateway).options(
         name="Gateway", max_ongoing_requests=4096, graceful_shutdown_timeout_s=config.shutdown_timeout
@@ -69,13 +71,3 @@ def _journal(config: ServerConfig) -> Application:
     )
     application: Application = journal.bind(config)
     return application
-
-
-def _resources(config: ServerConfig) -> dict[str, Any]:
-    """One core per thread. Ranks share memory, so all of a replica's must be on one machine."""
-    ranks = config.world_size
-    cores = max(1, (config.threads or 1) // ranks)
-    told: dict[str, Any] = {"ray_actor_options": {"num_cpus": cores}}
-    if ranks > 1:
-        told |= {"placement_group_bundles": [{"CPU": cores}] * ranks, "placement_group_strategy": "STRICT_PACK"}
-    return told

@@ -14,6 +14,7 @@ from starlette.types import Message, Scope
 
 from deploy.ray.call import Call, Head
 from deploy.ray.journal import journal_link
+from deploy.ray.resources import processes_per_replica
 from quire.engine.client.replicated_client import processes
 from quire.engine.common.errors import EngineError
 from quire.server.cli.engine_app import open_engine_app
@@ -33,7 +34,7 @@ class Replica:
         log_setup.set_up_logging(config)
         if config.threads is None:
             cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
-            config = config.model_copy(update={"threads": cores * config.world_size})
+            config = config.model_copy(update={"threads": cores * processes_per_replica(config)})
         self._running, link = AsyncExitStack(), None
         if journal is not None and config.data_dir is not None:
             link = journal_link(journal)

@@ -109,6 +109,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         self.scheduler.kv_cache_manager.reset_prefix_cache()
         self.scheduler.kv_offloader.clear_tiers()
+        self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
         """Raises InvalidRequest if the model takes no calls."""
@@ -130,6 +131,7 @@ class EngineCore:
 
     def shut_down(self) -> None:
         self.scheduler.kv_offloader.close_tiers()
+        self.scheduler.kv_cache_manager.stop_publishing_events()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:
         """Raises ConfigError."""
@@ -145,7 +147,9 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Return the step's outputs, including outputs of adds and aborts."""
-        return self._step_runner.run_step()
+        outputs = self._step_runner.run_step()
+        self.scheduler.kv_cache_manager.publish_events()
+        return outputs
 
 
 def free_engine_memory() -> None:

@@ -75,6 +75,10 @@ class ServerConfig(EngineConfig):
         default_factory=list,
         description="API keys that may also watch the engine, cancel any request and change the weights",
     )
+    metrics_api_key: list[str] = Field(
+        default_factory=list,
+        description="Keys that may read /metrics and nothing else, for Prometheus; with other API keys",
+    )
     requests_per_minute: int | None = Field(
         None, ge=1, description="Requests per minute for each API key; default: no limit"
     )

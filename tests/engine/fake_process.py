@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.engine_process import EngineProcess
@@ -53,7 +53,10 @@ def token(request_id: str, position: int) -> int:
 class FakeProcess(EngineProcess):
     """Computes one token per request and step; crashes at the third token of a request with "killer" in its id."""
 
-    def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None], environment: Mapping[str, str]
+    ) -> None:
+        self.environment = environment
         self._on_begun = on_begun
         self._sent: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._exit: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()

@@ -42,8 +42,8 @@ from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
 from quire.engine.worker.ranks.rank_messages import RankStart, decode_reply
-from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, visible_gpus_for_rank
-from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
+from quire.engine.worker.ranks.rank_processes import STOP_SECONDS
+from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, visible_gpus_for_rank
 from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
 from quire.engine.worker.startup_steps import decoder_startup
 from quire.kernels import backend_selection

@@ -118,7 +118,7 @@ class World:
     def _path(self) -> Path:
         return self._folder / str(self._number)
 
-    def process(self, _config: Any, on_begun: Any) -> SimulatedProcess:
+    def process(self, _config: Any, on_begun: Any, _environment: Any) -> SimulatedProcess:
         engines = getattr(PROCESS.get(), "engines", self._engines)
         return SimulatedProcess(*(on_begun, self.rng, engines, self.seeds, self.version), self._computing, self._pace)
 

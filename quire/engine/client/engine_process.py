@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,10 @@ class EngineProcess:
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
 
-    def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None], environment: Mapping[str, str]
+    ) -> None:
+        """environment: variables in addition to ours."""
         self._config = config
         self._on_begun = on_begun
         self._folder = SocketFolder()
@@ -86,7 +89,7 @@ class EngineProcess:
                     [*self.PROGRAM, self._address, str(engine_end)],
                     engine_json(config).encode(),
                     descriptors=[engine_end],
-                    environment=_environment(),
+                    environment={**_environment(), **environment},
                     stderr=subprocess.PIPE,
                 )
         except OSError:
@@ -262,7 +265,7 @@ class EngineProcess:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    start: Callable[[EngineConfig, Callable[[Sequence[str]], None]], EngineProcess] = EngineProcess
+    start: Callable[[EngineConfig, Callable[[Sequence[str]], None], Mapping[str, str]], EngineProcess] = EngineProcess
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
     """Seconds to wait before a start, by the number of failures in a row before it."""
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from types import MappingProxyType
 
 from quire.engine.client import messages
 from quire.engine.client.engine_core_client import ExclusiveClient
@@ -42,13 +43,19 @@ class ProcessClient(ExclusiveClient):
     """
 
     def __init__(
-        self, config: EngineConfig, number: int = 0, cores: Set[int] = frozenset(), launcher: Launcher | None = None
+        self,
+        config: EngineConfig,
+        number: int = 0,
+        cores: Set[int] = frozenset(),
+        launcher: Launcher | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """cores: the process stays on these; empty: on any."""
+        """cores: the process stays on these; empty: on any. environment: variables in addition to ours."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
         self._cores = cores
+        self._environment = environment
         self._config = config
         self._process: EngineProcess | None = None
         self.ready = False
@@ -75,7 +82,7 @@ class ProcessClient(ExclusiveClient):
 
     def launch(self) -> None:
         try:
-            self._process = self._launcher.start(self._config, self._replay.begin)
+            self._process = self._launcher.start(self._config, self._replay.begin, self._environment)
         except OSError as error:
             raise EngineError(f"no engine process could be started: {error.strerror}") from error
         if self._cores:

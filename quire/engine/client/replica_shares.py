@@ -1,13 +1,14 @@
-"""Each replica's share of the machine's threads, memory and disk."""
+"""Each replica's share of the machine's threads, memory, disk and GPUs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.processes.cpu_cores import allowed_cores, cpu_quota, node_cores, threads_on
+from quire.engine.processes.gpus import VisibleGPUs, describe_division, divide_gpus
 
 _THREADS = "OMP_NUM_THREADS"
 """If this variable is set, it applies to each process."""
@@ -18,14 +19,46 @@ def replica_cores(count: int) -> Sequence[Set[int]]:
     return node_cores(count, allowed_cores()) or [set()] * count
 
 
-def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]], root: Path = Path("/")) -> EngineConfig:
-    """Settings of one replica. Bytes and threads in `config` are totals, divided evenly; each replica has its own
-    folder in --kv-offload-dir. `cores`: by replica. `root`: see cpu_quota.
+def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list[Mapping[str, str]]:
+    """Variables by which each replica sees its own GPUs only. Raises ConfigError if there are too few."""
+    if gpus is None:
+        return [{}] * config.data_parallel_size
+    parts = divide_gpus(gpus, config.data_parallel_size, config.world_size)
+    return [{gpus.variable: ",".join(part)} for part in parts]
+
+
+def describe_replicas(config: EngineConfig, gpus: VisibleGPUs | None) -> str:
+    """A note of the start."""
+    count, each = config.data_parallel_size, config.world_size
+    note = f"{count} replicas, each with weights and a KV cache as said here"
+    if gpus is None:
+        return note
+    note += f": {describe_division(divide_gpus(gpus, count, each))}"
+    visible, most = len(gpus.ids), len(gpus.ids) // each
+    if most > count:
+        note += f". {visible} GPUs are visible, {count * each} are used: --data-parallel-size {most} uses all it can"
+    return note
+
+
+def replica_config(
+    config: EngineConfig,
+    index: int,
+    cores: Sequence[Set[int]],
+    root: Path = Path("/"),
+    *,
+    on_gpus: bool = False,
+) -> EngineConfig:
+    """Settings of one replica. Bytes of the host and threads in `config` are totals, divided evenly; each replica has
+    its own folder in --kv-offload-dir. `cores`: by replica. `root`: see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
-    for name in ("kv_cache_memory", "kv_offload_memory"):
+    if on_gpus and config.device == "auto":
+        update["device"] = "cuda"
+    for name in ("kv_offload_memory",) if on_gpus else ("kv_cache_memory", "kv_offload_memory"):
         if (total := getattr(config, name)) is not None:
             update[name] = total / count
+    if config.kv_events_config is not None:
+        update["kv_events_config"] = config.kv_events_config.for_replica(index)
     if config.kv_offload_dir is not None:
         update["kv_offload_dir"] = str(Path(config.kv_offload_dir) / f"replica-{index}")
         update["kv_offload_disk"] = config.kv_disk_gib / count

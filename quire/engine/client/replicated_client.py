@@ -18,11 +18,12 @@ from quire.engine.client.engine_core_client import EngineState, ExclusiveClient
 from quire.engine.client.engine_process import Launcher
 from quire.engine.client.process_client import ProcessClient
 from quire.engine.client.replica_router import Router, prefix_pieces
-from quire.engine.client.replica_shares import replica_config, replica_cores
+from quire.engine.client.replica_shares import describe_replicas, replica_config, replica_cores, replica_environments
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import BlockTableView, EngineView, StepRecord, sum_stats
+from quire.engine.processes.gpus import VisibleGPUs, find_gpus
 
 log = logging.getLogger("quire.replicas")
 _POLL_SECONDS = 0.05
@@ -36,14 +37,24 @@ class ReplicatedClient(ExclusiveClient):
 
     owner: EngineClient
 
-    def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
+    def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
+        """gpus: those that replicas divide; None: they compute on the CPU. Raises ConfigError if there are too few."""
         super().__init__()
         count = config.data_parallel_size
-        cores = replica_cores(count)
+        environments = replica_environments(config, gpus)
+        # A replica on a GPU may use any core: which are near its GPU is not known here.
+        cores = replica_cores(count) if gpus is None else [set[int]()] * count
         self._replicas = [
-            ProcessClient(replica_config(config, number, cores), number, cores[number], launcher)
+            ProcessClient(
+                replica_config(config, number, cores, on_gpus=gpus is not None),
+                number,
+                cores[number],
+                launcher,
+                environments[number],
+            )
             for number in range(count)
         ]
+        self._note = describe_replicas(config, gpus)
         for each in self._replicas:
             each.owner = self
         self._hashed = config.enable_prefix_caching
@@ -89,8 +100,7 @@ class ReplicatedClient(ExclusiveClient):
             await self.stop()
             raise
         self._started = True
-        note = f"{len(infos)} replicas, each with weights and a KV cache as shown here"
-        return msgspec.structs.replace(infos[0], max_model_len=context, notes=[*infos[0].notes, note])
+        return msgspec.structs.replace(infos[0], max_model_len=context, notes=[*infos[0].notes, self._note])
 
     async def stop(self) -> None:
         self.die("the engine was stopped")
@@ -272,8 +282,14 @@ def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
     )
 
 
-def processes(config: EngineConfig, launcher: Launcher | None = None) -> EngineClient:
-    """Return a client for the configured number of engines, each in its own process."""
+def processes(
+    config: EngineConfig,
+    launcher: Launcher | None = None,
+    find_gpus: Callable[[str], VisibleGPUs | None] = find_gpus,
+) -> EngineClient:
+    """Return a client for the configured number of engines, each in its own process. `find_gpus` is called with the
+    device. Raises ConfigError if replicas need more GPUs than there are.
+    """
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
-    return EngineClient(ReplicatedClient(config, launcher))
+    return EngineClient(ReplicatedClient(config, launcher, find_gpus(config.device)))

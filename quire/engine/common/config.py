@@ -10,6 +10,7 @@ from quire.engine.common.config_types import (
     CheckpointQuantization,
     Dtype,
     JsonObject,
+    KVEventsConfig,
     OnlineQuantization,
     SpeculativeConfig,
     normalize_quantization,
@@ -197,6 +198,11 @@ class EngineConfig(BaseModel):
         'such as {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}; default: '
         "grammar on a CPU, else none",
     )
+    kv_events_config: KVEventsConfig | None = Field(
+        None,
+        description="JSON of vLLM's KV events, by which routers learn of cached prefixes, such as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "kv"}; default: none',
+    )
     enable_lora: bool = Field(False, description="Serve LoRA adapters of the model")
     max_loras: int = Field(8, ge=1, le=256, description="Maximum number of adapters in one step")
     max_lora_rank: int = Field(16, ge=1, le=256, description="Maximum rank of an adapter")
@@ -343,6 +349,17 @@ class EngineConfig(BaseModel):
             return value
         if not value.lstrip().startswith("{"):
             return {"method": value}
+        try:
+            return json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from None
+
+    @field_validator("kv_events_config", mode="before")
+    @classmethod
+    def parse_kv_events_config(cls, value: object) -> object:
+        """Accept JSON text."""
+        if not isinstance(value, str):
+            return value
         try:
             return json.loads(value)
         except (json.JSONDecodeError, RecursionError) as error:

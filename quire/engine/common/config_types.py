@@ -58,6 +58,7 @@ CheckpointQuantization = Literal[
 """vLLM's names of checkpoint formats, and of its kernels for them."""
 
 
+_ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 UNSUPPORTED_DRAFT_METHODS = (
     "dflash",
     "dspark",
@@ -96,6 +97,48 @@ _IGNORED_VLLM_KEYS = {
     "tensor_parallel_size",
 }
 """They only affect the speed of drafting."""
+
+
+class KVEventsConfig(BaseModel):
+    """vLLM's fields and defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    """None: zmq if enabled."""
+    endpoint: str = Field("tcp://*:5557", pattern=_ZMQ_ENDPOINT)
+    """Messages have the prompts' token ids: whoever reaches it reads them. Each replica has the next port."""
+    replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
+    buffer_steps: int = Field(10_000, ge=1)
+    """Batches kept for the replay endpoint."""
+    hwm: int = Field(100_000, ge=1)
+    """Batches that may wait for a slow subscriber."""
+    max_queue_size: int = Field(100_000, ge=1)
+    """Batches that may wait to be sent."""
+    topic: str = ""
+    data_parallel_rank: int | None = Field(None, ge=0)
+    """Set for replicas."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    def for_replica(self, index: int) -> KVEventsConfig:
+        endpoints = {
+            name: _endpoint_of_replica(endpoint, index)
+            for name, endpoint in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint))
+            if endpoint is not None
+        }
+        return self.model_copy(update={"data_parallel_rank": index, **endpoints})
+
+
+def _endpoint_of_replica(endpoint: str, index: int) -> str:
+    """As vLLM: the next ports."""
+    base, colon, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp:"):
+        return f"{base}{colon}{int(port) + index}"
+    return f"{endpoint}_dp{index}" if index else endpoint
 
 
 class SpeculativeConfig(BaseModel):

@@ -53,6 +53,8 @@ class BlockPool:
         """Callback: unpin at least `count` free pinned blocks."""
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
+        self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
+        """Callback with the hashes of a block that is no longer found."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
         """Callback with blocks about to be reused, while they still hold their old content."""
 
@@ -148,12 +150,16 @@ class BlockPool:
                     self._free[block] = None
                     self._free.move_to_end(block, last=False)
 
-    def cache_block(self, block: int, digest: bytes) -> None:
-        """Register the block's hash. If another block has the same hash, lookups keep finding the other block."""
+    def cache_block(self, block: int, digest: bytes) -> bool:
+        """Register the block's hash. If another block has the same hash, lookups keep finding the other block; returns
+        False.
+        """
         assert self.ref_counts[block] > 0, "registering a block that has no owner"
-        if digest not in self._block_by_hash:
-            self._block_by_hash[digest] = block
-            self._block_hashes.setdefault(block, []).append(digest)
+        if digest in self._block_by_hash:
+            return False
+        self._block_by_hash[digest] = block
+        self._block_hashes.setdefault(block, []).append(digest)
+        return True
 
     def unref(self, blocks: Sequence[int]) -> None:
         """The end of a prefix is reused before its beginning."""
@@ -189,5 +195,8 @@ class BlockPool:
         assert known == self._block_by_hash
 
     def _evict_hashes(self, block: int) -> None:
-        for digest in self._block_hashes.pop(block, ()):
+        digests = self._block_hashes.pop(block, ())
+        for digest in digests:
             del self._block_by_hash[digest]
+        if digests and self.after_eviction is not None:
+            self.after_eviction(digests)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PIECE
 from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import refuse_setting_if
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.state_snapshots import SnapshotConfig
 from quire.engine.lora.adapter_queue import AdapterQueue
+from quire.engine.processes.kv_events import KVEventPublisher
 from quire.engine.settings.class_import import import_class
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
@@ -21,7 +23,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Raises ConfigError."""
     plan = worker.kv_plan
-    return resolve_scheduler_class(config)(
+    scheduler = resolve_scheduler_class(config)(
         SchedulerConfig(
             num_blocks=plan.num_group_blocks,
             block_size=plan.block_size,
@@ -43,6 +45,22 @@ def make_scheduler(
         drafter=drafter,
         tiers=kv_offloader,
     )
+    if (publisher := make_kv_event_publisher(config, caches_prefixes=worker.caches_prefixes)) is not None:
+        scheduler.kv_cache_manager.start_publishing_events(publisher)
+    return scheduler
+
+
+def make_kv_event_publisher(config: EngineConfig, *, caches_prefixes: bool) -> KVEventPublisher | None:
+    """None without --kv-events-config. Raises ConfigError."""
+    if config.kv_events_config is None or not config.kv_events_config.is_enabled:
+        return None
+    has_tiers = bool(config.kv_offload_memory or config.kv_offload_dir or config.kv_offload_tier)
+    refuse_setting_if(
+        "kv_events_config",
+        not caches_prefixes and "the engine caches no prefixes (enable_prefix_caching, or the model's layers)",
+        has_tiers and "blocks that KV offload loads are not told yet: leave out kv_offload_memory, _dir and _tier",
+    )
+    return KVEventPublisher(config.kv_events_config)
 
 
 def resolve_scheduler_class(config: EngineConfig) -> type[Scheduler]:

@@ -95,6 +95,8 @@ class LinearSlice:
 
 
 FULL_LINEAR = LinearSlice()
+_EXPERTS = ".experts."
+"""In the names of routed experts' linears."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,8 @@ def _span_in_units(span: range, unit: int, linear: str) -> range:
 
 
 def _indivisible_error(linear: str, reason: str) -> ConfigError:
+    whole = ", or --enable-expert-parallel, which gives each rank whole experts" if _EXPERTS in linear else ""
     return ConfigError(
-        f"tensor_parallel_size: {linear} cannot be divided: {reason}; use fewer ranks", param="tensor_parallel_size"
+        f"tensor_parallel_size: {linear} cannot be divided: {reason}; use fewer ranks{whole}",
+        param="tensor_parallel_size",
     )

@@ -14,6 +14,7 @@ from quire.engine.common.config import (
     CheckpointQuantization,
     Dtype,
     EngineConfig,
+    KVEventsConfig,
     OnlineQuantization,
     SpeculativeConfig,
 )
@@ -72,6 +73,7 @@ class EngineOptions(TypedDict, total=False):
     pooling_type: Literal["auto", "last", "mean", "cls", "none"]
     classifier_from_token: Sequence[str]
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
+    kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None
     enable_lora: bool
     max_loras: int
     max_lora_rank: int

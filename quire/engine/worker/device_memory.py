@@ -66,9 +66,10 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
-        room = available_host_bytes() if (device_free := available_device_bytes(device)) is None else device_free
+        device_free = available_device_bytes(device)
+        room = available_host_bytes() if device_free is None else device_free
         free = room - step_bytes - int((config.kv_offload_memory or 0) * GIB)
-        return host_kv_budget(free) // config.data_parallel_size
+        return host_kv_budget(free) // (config.data_parallel_size if device_free is None else 1)
     free, total = torch.cuda.mem_get_info(device)
     budget = device_kv_budget(free, total, config.gpu_memory_utilization) - step_bytes
     if budget <= 0:

@@ -86,9 +86,9 @@ def choose_device(config: EngineConfig) -> torch.device:
             other = require_other_device(config.device)
         except ValueError as error:
             raise ConfigError(f"device: {error}", param="device") from error
-        return refuse_gpu_replicas(config, other)
+        return refuse_unassigned_replica(config, other)
     if config.device == "cpu" or torch.cuda.is_available():
-        return refuse_gpu_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
+        return refuse_unassigned_replica(config, torch.device("cuda" if config.device == "auto" else config.device))
     driver = nvidia_driver_version()
     if driver is not None:
         raise ConfigError(f"device: {_explain_driver_failure(driver)}; --device cpu serves without it", param="device")
@@ -104,13 +104,18 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
     return config.with_gpu_default_step_tokens(torch.cuda.get_device_properties(device).total_memory)
 
 
-def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.device:
-    """Returns the device. Raises ConfigError."""
+def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
+    """Returns the device. Raises ConfigError if this is a replica that shares its GPU with others: replicas that have
+    GPUs of their own are started with --device cuda or xpu (client/replica_shares.py).
+    """
+    is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
     refuse_setting_if(
         "data_parallel_size",
-        device.type != "cpu"
-        and config.data_parallel_size > 1
-        and "replicas are served only on CPUs so far: --device cpu, or a server for each GPU",
+        is_on_gpu and config.device == "mps" and "Apple's computers have one GPU, and replicas need one each",
+        is_on_gpu
+        and config.device == "auto"
+        and "PyTorch uses a GPU, but /dev lists none to divide: --device cuda with CUDA_VISIBLE_DEVICES names them, "
+        "--device cpu serves replicas without",
     )
     return device
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from quire.engine.checkpoint.family_spec import is_encoder
@@ -8,7 +9,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import check_kv_cache_fits_device
 from quire.engine.worker.device_plan import choose_device, choose_device_plan, configure_cpu
-from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache
+from quire.engine.worker.kernel_compilation.kernel_cache import compile_lock, prepare_kernel_cache
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.rank_startup import start_ranks
 from quire.engine.worker.startup_steps.decoder_startup import DecoderStartup
@@ -30,11 +31,13 @@ def start_worker(
     """
     device = choose_device(config)
     check_kv_cache_fits_device(config, device)
-    kernel_cache_note = prepare_kernel_cache() if device.type == "cuda" else None
+    is_cuda = device.type == "cuda"
+    kernel_cache_note = prepare_kernel_cache() if is_cuda else None
     configure_cpu(config)
     if is_encoder(model_config):
         return start_encoder(config, path, model_config, device, progress, tensors, kernel_cache_note)
-    device_plan = choose_device_plan(config, model_config)
+    with compile_lock(progress) if is_cuda else nullcontext():
+        device_plan = choose_device_plan(config, model_config)
     ranks = start_ranks(config, path, device_plan, progress, on_rank_end, weights_are_tensors=tensors is not None)
     try:
         startup = DecoderStartup(config, path, model_config, device_plan, ranks)

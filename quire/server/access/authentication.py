@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.access.gateway_headers import TrustedGateways
-from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, LOCAL_ONLY_PATHS, is_public_path
+from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, LOCAL_ONLY_PATHS, METRICS_PATH, is_public_path
 from quire.server.access.tenants import Tenant, Tenants
 from quire.server.error_responses import ErrorInfo, error_response
 
@@ -39,6 +39,8 @@ class AuthenticationMiddleware:
             return await self._app(scope, receive, send)
         key = read_api_key(Headers(scope=scope))
         tenant = self._tenants.find_by_key(key)
+        if tenant is None and scope["path"] == METRICS_PATH:
+            tenant = self._tenants.find_by_metrics_key(key)
         if not key or tenant is None:
             missing = "You didn't provide an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             message = "Incorrect API key provided" if key else missing

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """Load balancers have no key."""
+METRICS_PATH = "/metrics"
+"""Takes a key of --metrics-api-key too."""
 WEB_PREFIX = "/web/"
 """No secrets; the page asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"

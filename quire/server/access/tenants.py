@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,6 +72,18 @@ class Tenants:
                 raise ConfigError(f"{source}: {name} is already the name of a key given by a flag")
             tenants_by_digest[tenant.digest] = tenant
             names.add(name)
+        metrics_tenants = [
+            self._build_tenant(f"metrics-{number}", KeyEntry(key=key), "metrics_api_key")
+            for number, key in enumerate(config.metrics_api_key, 1)
+        ]
+        for each in metrics_tenants:
+            if each.digest in tenants_by_digest:
+                same = tenants_by_digest[each.digest].name
+                raise ConfigError(f"metrics_api_key: {each.name} has the same key as {same}", param="metrics_api_key")
+        if metrics_tenants and not tenants_by_digest:
+            message = "metrics_api_key: needs --api-key or --api-key-file: without them everybody reads /metrics"
+            raise ConfigError(message, param="metrics_api_key")
+        self._metrics_tenants = metrics_tenants
         self._keyed_tenants = list(tenants_by_digest.values())
         if len(self._keyed_tenants) == 1:  # the only key's owner is the operator
             self._keyed_tenants = [replace(self._keyed_tenants[0], admin=True)]
@@ -86,9 +98,11 @@ class Tenants:
 
     def find_by_key(self, key: str) -> Tenant | None:
         """`key`: header bytes as Latin-1. Takes constant time, so that timing reveals nothing."""
-        digest = _hash_key(key)
-        matches = [tenant for tenant in self._keyed_tenants if hmac.compare_digest(digest, tenant.digest)]
-        return matches[0] if matches else None
+        return _find_by_key(self._keyed_tenants, key)
+
+    def find_by_metrics_key(self, key: str) -> Tenant | None:
+        """Like find_by_key, for METRICS_PATH."""
+        return _find_by_key(self._metrics_tenants, key)
 
     def find_by_digest(self, digest: str) -> Tenant | None:
         """`digest`: hexadecimal. None if the key is no longer accepted."""
@@ -150,6 +164,12 @@ def _read_key_file(path: Path) -> dict[str, KeyEntry]:
     if not entries:
         raise ConfigError(f"api_key_file: {path} has no keys")
     return entries
+
+
+def _find_by_key(tenants: Sequence[Tenant], key: str) -> Tenant | None:
+    digest = _hash_key(key)
+    matches = [tenant for tenant in tenants if hmac.compare_digest(digest, tenant.digest)]
+    return matches[0] if matches else None
 
 
 def _hash_key(key: str) -> bytes:

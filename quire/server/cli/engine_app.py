@@ -25,6 +25,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "api_key": [],
     "api_key_file": None,
     "admin_api_key": [],
+    "metrics_api_key": [],
     "requests_per_minute": None,
     "tokens_per_minute": None,
     "ssl_certfile": None,

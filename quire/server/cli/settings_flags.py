@@ -157,7 +157,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
     """Warns if nothing reads the API keys, or if the process list shows them."""
     if os.environ.get("VLLM_API_KEY"):  # whoever set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
-    for name in ("api_key", "admin_api_key"):
+    for name in ("api_key", "admin_api_key", "metrics_api_key"):
         if name in flags:
             flag = f"--{name.replace('_', '-')}"
             warning = f"{flag} shows in the list of processes; QUIRE_{name.upper()} and --api-key-file do not"

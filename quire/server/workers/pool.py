@@ -30,7 +30,12 @@ Result = TypeVar("Result")
 MAX_WAITING_JOBS = 1024
 CANNOT_START = "the process that reads large requests cannot be started"
 STALLED = "The process that prepared the request hung and was stopped. Please try again"
-CLEARED_API_KEYS: dict[str, object] = {"api_key": [], "api_key_file": None, "admin_api_key": []}
+CLEARED_API_KEYS: dict[str, object] = {
+    "api_key": [],
+    "api_key_file": None,
+    "admin_api_key": [],
+    "metrics_api_key": [],
+}
 """Workers run callers' templates, and need not know these settings."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
 """For workers. When an allocation fails, Rust ends the process. With backtraces it first allocates more memory while it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -76,8 +76,8 @@ async def test_only_first_engine_warms_up_before_ready() -> None:
     seconds: list[float] = []
 
     class Noted(FakeProcess):
-        def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
-            super().__init__(config, on_begun)
+        def __init__(self, config: EngineConfig, *rest: Any) -> None:
+            super().__init__(config, *rest)
             seconds.append(config.warmup_seconds)
 
     client = EngineClient(ProcessClient(EngineConfig(warmup_seconds=20.0), launcher=Launcher(Noted)))

@@ -90,6 +90,29 @@ async def test_admin_routes_require_admin_key() -> None:
         assert (await api.http.get("/v1/engine/x", headers=key("only"))).status_code == 404
 
 
+async def test_metrics_key_reads_only_metrics() -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS, metrics_api_key=["scraper"]) as api:
+        for headers in (key("scraper"), {"X-Api-Key": "scraper"}, key("first")):
+            answer = await api.http.get("/metrics", headers=headers)
+            assert answer.status_code == 200
+            assert "vllm:num_requests_running" in answer.text
+        assert (await api.http.get("/metrics", headers=key("wrong"))).status_code == 401
+        paths = {*api.app.openapi()["paths"], "/metrics/", "/v1/engine/x", *UNKNOWN_PATHS} - PUBLIC_PATHS - {"/metrics"}
+        for path in sorted(paths):
+            for method in METHODS:
+                answer = await api.http.request(method, path, headers=key("scraper"))
+                assert answer.status_code == 401, (method, path)
+        assert api.engine.seen == []
+
+
+async def test_metrics_key_works_while_draining() -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS, metrics_api_key=["scraper"]) as api:
+        for runtime in api.app.state.server.models.loaded_runtimes:
+            runtime.admission.start_draining()
+        assert (await api.http.get("/health")).status_code == 503
+        assert (await api.http.get("/metrics", headers=key("scraper"))).status_code == 200
+
+
 async def test_only_owner_or_admin_cancels_request() -> None:
     async with open_api(SlowEngine(), api_key=KEYS, admin_api_key=["root"]) as api:
         for name, status in (("second", 404), ("first", 200), ("root", 200)):

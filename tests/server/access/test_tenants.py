@@ -102,3 +102,27 @@ def test_missing_key_file_or_bad_key_flag_raises_config_error(tmp_path: Path) ->
     for keys in ([""], [" "], ["same", "same"]):
         with pytest.raises(ConfigError, match="api_key: key-"):
             Tenants(ServerConfig(api_key=keys))
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({}, "metrics_api_key: needs --api-key or --api-key-file"),
+        ({"api_key": ["a"], "metrics_api_key": ["a"]}, "metrics-1 has the same key as key-1"),
+        ({"api_key": ["a"], "metrics_api_key": [" "]}, "metrics_api_key: metrics-1 has an empty key"),
+    ],
+)
+def test_a_metrics_key_is_refused_where_it_means_nothing(tmp_path: Path, options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        tenants(tmp_path, **{"metrics_api_key": ["m"]} | options)
+
+
+def test_a_metrics_key_may_be_a_hash_and_is_nobodys_tenant(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"scraper").hexdigest()
+    found = tenants(tmp_path, api_key=["only"], metrics_api_key=[f"sha256:{digest}"])
+    assert found.find_by_metrics_key("scraper") is not None
+    assert found.find_by_metrics_key("only") is None
+    assert found.find_by_key("scraper") is None
+    only = found.find_by_key("only")
+    assert only is not None
+    assert only.admin, "still the only key"

@@ -34,6 +34,7 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.families import find_decoder_family
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.layers.rope import rope_table
+from quire.engine.processes.gpus import CUDA_VARIABLE, VisibleGPUs
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.native_library import ISAS
@@ -445,8 +446,24 @@ def test_replicas_copy_weights_and_divide_kv_cache_memory() -> None:
     config = EngineConfig(data_parallel_size=2, dtype="float32", kv_cache_memory=0.1)
     lone = config.model_copy(update={"data_parallel_size": 1, "kv_cache_memory": 0.05})
     assert predict_kv_tokens(config, machine) == predict_kv_tokens(lone, machine)
-    with pytest.raises(ConfigError, match=r"data_parallel_size.*--gpu"):
-        divide_machine_by_parallelism(Machine("card", memory=GIB, gpu=True), 1, 2)
+
+
+def test_a_plan_gives_each_replica_its_own_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, card = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("card", memory=4 * GIB, gpu=True)
+    request = PlanRequest(EngineConfig(data_parallel_size=2, kv_cache_memory=1.0))
+    one, each = (
+        estimate_model(sizes, machine, request) for machine in (card, divide_machine_by_parallelism(card, 1, 2))
+    )
+    assert each.kv_budget_bytes == one.kv_budget_bytes == GIB, "of each GPU"
+    told = plan(capsys, "--gpu", "h100", "--data-parallel-size", "2", "--tensor-parallel-size", "2")
+    where = "replica 0 on GPUs 0 and 1, replica 1 on GPUs 2 and 3"
+    assert f"these are the figures of each of 2 replicas: {where}" in told["notes"]
+    assert (told["machine"]["count"], told["machine"]["replicas"]) == (2, 2)
+    assert told["flags"][2:4] == ["--data-parallel-size", "2"]
+    here = replace(card, visible_gpus=VisibleGPUs(CUDA_VARIABLE, ("4", "5", "6")))
+    assert divide_machine_by_parallelism(here, 1, 3).replica_gpus == (("4",), ("5",), ("6",))
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2 replicas of 2 GPUs each .* need 4 GPUs, and 3 are"):
+        divide_machine_by_parallelism(here, 2, 2)
 
 
 def test_ranks_on_two_nodes_share_memory_per_node(capsys: pytest.CaptureFixture[str]) -> None:

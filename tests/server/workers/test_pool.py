@@ -30,7 +30,7 @@ from tests.tree import ROOT
 
 ANYBODY = Tenant("", b"", RateLimits(None, None))
 SOURCE = ServedModelSpec(
-    ServerConfig(api_key=["secret"], admin_api_key=["more secret"]),
+    ServerConfig(api_key=["secret"], admin_api_key=["more secret"], metrics_api_key=["scraper"]),
     byte_level_tokenizer().tokenizer,
     vocab_size=320,
     sampling_defaults={},

@@ -23,7 +23,7 @@ def length(given: bytes, model: ServedModel, config: ServerConfig) -> tuple[int,
 
 
 def keys(given: bytes, model: ServedModel, config: ServerConfig) -> list[str]:
-    return [*config.api_key, *config.admin_api_key]
+    return [*config.api_key, *config.admin_api_key, *config.metrics_api_key]
 
 
 def refusal(given: bytes, model: ServedModel, config: ServerConfig) -> None:

@@ -16,10 +16,12 @@ from quire.engine.common.scheduler_output import BlockCopy, SlotCopy
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
+from quire.engine.core.kv_cache.prefix_cache_events import PrefixCacheEvents
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.state_snapshots import make_state_snapshots
 from quire.engine.core.stats import LiveCounters
+from quire.engine.processes.kv_events import KVEventPublisher
 
 
 class KVCacheManager:
@@ -37,6 +39,8 @@ class KVCacheManager:
             enabled=config.enable_prefix_caching,
             snapshots=self._snapshots,
         )
+
+        self._event_publisher: KVEventPublisher | None = None
 
     @property
     def num_groups(self) -> int:
@@ -125,9 +129,27 @@ class KVCacheManager:
         self.prefix_cache.pause_session(request)
         self._block_tables.free_blocks(request)
 
+    def start_publishing_events(self, publisher: KVEventPublisher) -> None:
+        """Call it before anything is cached."""
+        self._event_publisher = publisher
+        events = self.prefix_cache.events = PrefixCacheEvents(self.prefix_cache.hash_block_size)
+        self.block_pool.after_eviction = events.record_removed
+        events.record_cleared()  # what another engine told before this one is gone
+        self.publish_events()
+
+    def publish_events(self) -> None:
+        if self._event_publisher is not None and self.prefix_cache.events is not None:
+            self._event_publisher.publish(self.prefix_cache.events.take())
+
+    def stop_publishing_events(self) -> None:
+        if self._event_publisher is not None:
+            self._event_publisher.close()
+
     def reset_prefix_cache(self) -> None:
         self.prefix_cache.clear_sessions()
         self.block_pool.clear_hashes()
+        if self.prefix_cache.events is not None:
+            self.prefix_cache.events.record_cleared()
         self._snapshots.clear_snapshots()
 
     def make_stats(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from quire.engine.common.scheduler_output import BlockCopy
 from quire.engine.core.block_pool import NULL_BLOCK, block_hash_with_group_id
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.kv_cache.prefix_cache_events import PrefixCacheEvents
 from quire.engine.core.pinned_sessions import PinnedSessions
 from quire.engine.core.request import Request
 from quire.engine.core.state_snapshots import StateSnapshots
@@ -30,15 +31,17 @@ class PrefixCache:
         self._counts = counts
         self._pool = tables.pool
         self._num_groups = tables.num_groups
-        self._hash_block_size = hash_block_size
+        self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
+        self.events: PrefixCacheEvents | None = None
+        """None: nobody reads them."""
         self._first_written: dict[int, int] = {}
         """First token that the step being scheduled writes in each block, keyed by block."""
 
     @property
     def match_unit(self) -> int:
         """Number of tokens; 0 if the cache is off."""
-        return max(self._hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
+        return max(self.hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
     def reset_writes_and_unpin_expired(self) -> None:
         self._first_written.clear()
@@ -48,7 +51,7 @@ class PrefixCache:
         """Hashes of each block's beginnings, its own last. The last token must be computed."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
-        digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)
+        digests = request.block_hashes((len(request.token_ids) - 1) // self.hash_block_size, self.hash_block_size)
         return [
             digests[end - self._hashes_per_block : end]
             for end in range(self._hashes_per_block, len(digests) + 1, self._hashes_per_block)
@@ -67,7 +70,7 @@ class PrefixCache:
             if self.is_enabled and request.engine_request.sampling_params is not None:
                 self._sessions.record_session_resume(
                     request,
-                    request.block_hashes(len(request.token_ids) // self._hash_block_size, self._hash_block_size),
+                    request.block_hashes(len(request.token_ids) // self.hash_block_size, self.hash_block_size),
                 )
 
     def pause_session(self, request: Request) -> None:
@@ -76,7 +79,7 @@ class PrefixCache:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
             )
-            digests = request.block_hashes(request.num_cached_hashes, self._hash_block_size)
+            digests = request.block_hashes(request.num_cached_hashes, self.hash_block_size)
             self._sessions.pause_session(
                 request, [block for block in blocks if block in self._pool.cached_blocks], digests
             )
@@ -91,20 +94,20 @@ class PrefixCache:
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         first = len(request.block_ids) // self._num_groups * self._hashes_per_block
-        digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)[
+        digests = request.block_hashes((len(request.token_ids) - 1) // self.hash_block_size, self.hash_block_size)[
             first : first + self._hashes_per_block - 1
         ]
         for count in range(len(digests), 0, -1):
-            partial_blocks = self._find_partial_blocks(digests[count - 1], count * self._hash_block_size)
+            partial_blocks = self._find_partial_blocks(digests[count - 1], count * self.hash_block_size)
             if len(partial_blocks) == self._num_groups:
                 # A found block without references may itself be allocated. Its group continues in it without a copy.
                 new_blocks = self._pool.allocate(self._num_groups)
                 other_blocks = iter([block for block in new_blocks if block not in partial_blocks])
                 blocks = [block if block in new_blocks else next(other_blocks) for block in partial_blocks]
                 request.block_ids += blocks
-                request.num_computed_tokens += count * self._hash_block_size
+                request.num_computed_tokens += count * self.hash_block_size
                 pairs = zip(partial_blocks, blocks, strict=True)
-                return [BlockCopy(*pair, count * self._hash_block_size) for pair in pairs if pair[0] != pair[1]]
+                return [BlockCopy(*pair, count * self.hash_block_size) for pair in pairs if pair[0] != pair[1]]
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
@@ -120,16 +123,19 @@ class PrefixCache:
 
     def cache_blocks(self, request: Request, start: int) -> None:
         """`start`: the first token that the step computes."""
-        full = min(request.num_computed_tokens, len(request.token_ids)) // self._hash_block_size
+        full = min(request.num_computed_tokens, len(request.token_ids)) // self.hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(
-                request.block_hashes(full, self._hash_block_size)[request.num_cached_hashes :],
+                request.block_hashes(full, self.hash_block_size)[request.num_cached_hashes :],
                 request.num_cached_hashes,
             ):
                 first = index // self._hashes_per_block * self._num_groups
                 for group, block in enumerate(request.block_ids[first : first + self._num_groups]):
-                    if block != NULL_BLOCK:
-                        self._pool.cache_block(block, block_hash_with_group_id(digest, group))
+                    if block == NULL_BLOCK:
+                        continue
+                    is_new = self._pool.cache_block(block, block_hash_with_group_id(digest, group))
+                    if is_new and self.events is not None:
+                        self.events.record_stored(request, index, digest, group)
             request.num_cached_hashes = full
         if self._hashes_per_block > 1:  # only partial block copies need this
             for index in range(start // self.block_size, -(-request.num_computed_tokens // self.block_size)):
@@ -140,7 +146,7 @@ class PrefixCache:
         """Requires a single KV cache group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block
-        digests = request.block_hashes(count * self._hashes_per_block, self._hash_block_size)[
+        digests = request.block_hashes(count * self._hashes_per_block, self.hash_block_size)[
             self._hashes_per_block - 1 :: self._hashes_per_block
         ]
         return [

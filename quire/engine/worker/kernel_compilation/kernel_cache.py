@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quire.engine.common.errors import ConfigError
@@ -14,6 +17,10 @@ SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
 """From fill.py in the Dockerfile."""
 
 
+COMPILE_LOCK = "quire-compile.lock"
+_LOCK_SECONDS = 600.0
+"""Longest wait for another process's kernels; after it, this process compiles them too."""
+_POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 """flash-attn 4 and its libraries raise if they cannot write there; unset, they use the temporary folder."""
 
@@ -25,7 +32,7 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
     for name in _OTHER_CACHE_VARIABLES:
         if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
             del os.environ[name]
-    folder_wanted = Path(os.environ.get(_CACHE_VARIABLE) or os.path.expanduser("~/.triton/cache"))
+    folder_wanted = _cache_folder()
     if (reason := _find_write_error(folder_wanted)) is None:
         _copy_shipped_kernels(folder_wanted)
         return None
@@ -42,12 +49,49 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
     return f"Triton's kernels are kept in {fallback}: uid {uid} cannot write to {folder_wanted} ({reason})"
 
 
+@contextmanager
+def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+    """Held while this process runs steps that compile kernels, so that replicas that start together compile each kernel
+    once: the next process finds it in the cache. `progress` is called during the wait. On file systems without locks
+    nobody waits. The system frees the lock of a process that ends.
+    """
+    lock: int | None = None
+    with suppress(OSError):
+        lock = os.open(_cache_folder() / COMPILE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + seconds
+        while lock is not None and time.monotonic() < deadline and _is_locked_by_another(lock):
+            progress()
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _is_locked_by_another(lock: int) -> bool:
+    """Otherwise this process has the lock, if the file system has locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get(_CACHE_VARIABLE) or os.path.expanduser("~/.triton/cache"))
+
+
 def _copy_shipped_kernels(folder: Path) -> None:
     """Triton cannot look in two places."""
 
     def copy_new(source: str, target: str) -> None:
         if not os.path.exists(target):
-            shutil.copyfile(source, target)
+            part = f"{target}.{os.getpid()}"  # another process that starts now must not read half a file
+            shutil.copyfile(source, part)
+            os.replace(part, target)
 
     with suppress(OSError, shutil.Error):  # otherwise everything is compiled
         if SHIPPED_KERNELS.is_dir():

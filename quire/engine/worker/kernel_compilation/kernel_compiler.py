@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 from quire.engine.processes.child import Child, end_processes, module
 from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.worker.kernel_compilation.kernel_cache import compile_lock
 
 if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
@@ -47,6 +48,13 @@ def compile_variants(
     variants: Sequence[KernelVariant], progress: Callable[[], None], worker_module: str = _COMPILE_WORKER
 ) -> CompileResult:
     """Failed variants compile at their first launch."""
+    with compile_lock(progress):
+        return _compile_missing_variants(variants, progress, worker_module)
+
+
+def _compile_missing_variants(
+    variants: Sequence[KernelVariant], progress: Callable[[], None], worker_module: str
+) -> CompileResult:
     missing = [kind for kind in variants if not kind.marker_path.exists()]
     count = min(_MAX_PROCESSES, usable_cpus(), -(-len(missing) // _MIN_VARIANTS_PER_PROCESS))
     children: list[tuple[Child, IO[bytes]]] = []

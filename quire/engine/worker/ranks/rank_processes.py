@@ -12,8 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import torch
-
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.executor import AdapterLoader, CollectiveRPC
@@ -38,14 +36,13 @@ from quire.engine.worker.ranks.rank_messages import (
 )
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 from quire.engine.worker.ranks.remote_ranks import NodeRendezvous, RemoteRank
-from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, open_store
+from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, open_store, rank_environment
 from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
 STOP_SECONDS = 5.0
 """How long a process may take to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
-_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL takes memory for calls in graphs that was not reserved: gigabytes with some drivers
 (https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS), so Quire sets 0 only when
@@ -298,14 +295,6 @@ class MultiProcessRanks(RankGroup):
 
         return call_all_ranks
 
-    def _rank_environment(self, rank: int) -> dict[str, str] | None:
-        """None: this process's."""
-        if self._device.type != "cuda":
-            return None
-        return os.environ | {
-            _VISIBLE_VARIABLE: visible_gpus_for_rank(rank, os.environ.get(_VISIBLE_VARIABLE), torch.cuda.device_count())
-        }
-
     @property
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
@@ -316,7 +305,7 @@ class MultiProcessRanks(RankGroup):
             child = Child(
                 [*FOLLOWER_PROGRAM, str(answers_fd)],
                 descriptors=(*start.descriptors, answers_fd),
-                environment=self._rank_environment(start.rank),
+                environment=rank_environment(start.rank, self._device),
             )
         except OSError:
             os.close(answers)
@@ -395,11 +384,3 @@ def _abort_collectives_on_event(group_ended: threading.Event, group: Collective)
     """Runs in a thread."""
     group_ended.wait()
     group.abort_collectives()
-
-
-def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
-    paths (https://github.com/NVIDIA/nccl/issues/1066).
-    """
-    gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
-    return ",".join([gpus.pop(rank), *gpus])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
+from quire.engine.processes.gpus import visible_list, visible_variable
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.ranks.rank_messages import RankStart
 from quire.kernels.collective import Collective, RankEnded
@@ -94,3 +95,22 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
                 return f"an all-reduce did not finish in {seconds:g} s"
             time.sleep(0.01)
     return None if torch.equal(total, group.world_size * numbers) else "an all-reduce gave a wrong result"
+
+
+def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
+    """Of a rank's process; None: this process's."""
+    if device.type != "cuda":
+        return None
+    is_hip = torch.version.hip is not None
+    visible = visible_list(os.environ, is_hip=is_hip)
+    return os.environ | {
+        visible_variable(is_hip=is_hip): visible_gpus_for_rank(rank, visible, torch.cuda.device_count())
+    }
+
+
+def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
+    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
+    paths (https://github.com/NVIDIA/nccl/issues/1066).
+    """
+    gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
+    return ",".join([gpus.pop(rank), *gpus])

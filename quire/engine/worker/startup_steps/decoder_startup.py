@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from quire.engine.common.executor import AdapterLoader
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import available_kv_bytes
 from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.kernel_compilation.kernel_cache import compile_lock
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
 from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
 from quire.engine.worker.loading.pooler import make_pooler
@@ -47,7 +49,9 @@ class DecoderStartup:
         available_here = partial(
             available_kv_bytes, model, self._model_config, backend, self._config, weights.tower.encoding_bytes
         )
-        return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
+        is_cuda = self._device_plan.device.type == "cuda"
+        with compile_lock(model.report_progress) if is_cuda else nullcontext():  # the largest step runs
+            return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
 
     def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVCachePlan) -> RunnerResources:
         shares = StateSlotCounts(kv_plan.request_slots, kv_plan.snapshot_slots)

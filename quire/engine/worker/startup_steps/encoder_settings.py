@@ -36,6 +36,7 @@ def check_encoder_config(config: EngineConfig) -> None:
         ("enable_lora", config.enable_lora, "encoders have no adapters"),
         ("quantization", config.quantization is not None, "encoders are not quantized"),
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders have no KV cache"),
+        ("kv_events_config", config.kv_events_config is not None, "encoders have no KV cache"),
         ("executor_cls", config.executor_cls is not None, "encoders have their own executor"),
         ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
     ):

@@ -33,6 +33,7 @@ from quire.engine.worker.startup_steps.started_worker import (
     make_grammar_compiler,
     plan_without_kv_cache,
 )
+from quire.engine.worker.startup_steps.unused_gpus import unused_gpu_note
 
 
 def start_encoder(
@@ -81,7 +82,7 @@ def start_encoder(
         weight_bytes=weight_bytes,
         deterministic=deterministic,
         tasks=tasks,
-        notes=[note for note in (changed, kernel_cache_note) if note is not None],
+        notes=[note for note in (changed, kernel_cache_note, unused_gpu_note(config, device)) if note is not None],
         no_images=images.text_only_reason,
     )
     return StartedWorker(

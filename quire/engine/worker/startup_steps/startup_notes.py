@@ -15,6 +15,7 @@ from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.loading.transformers_support import transformers_description_suffix
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.startup_steps.started_worker import make_engine_info
+from quire.engine.worker.startup_steps.unused_gpus import unused_gpu_note
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.kernels.gpu.other_devices import is_other_device
 
@@ -64,7 +65,9 @@ def startup_notes(
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
         ranks.note,
+        unused_gpu_note(config, device),
         device.type == "cuda"
+        and config.data_parallel_size == 1  # replicas see their own only: see client/replica_shares.py
         and idle_gpus_note(
             torch.cuda.device_count(), config.world_size, lambda count: not chosen.spec.tensor_parallel_error(count)
         ),
@@ -86,9 +89,8 @@ def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> s
     if visible <= used:
         return None
     most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)
-    several = f"use --tensor-parallel-size {most}, or " if most is not None else ""
-    are = "is" if used == 1 else "are"
-    return (
-        f"{visible} GPUs are visible, {used} {are} used: {several}start one server for each with "
-        "CUDA_VISIBLE_DEVICES=N and a port of its own"
-    )
+    several = f", --tensor-parallel-size {most} divides it" if most is not None else ""
+    are, copies = "is" if used == 1 else "are", visible // used
+    on = "each" if used == 1 else f"{used} each"
+    replicas = f"--data-parallel-size {copies} serves a copy of the model on {on}" if copies > 1 else ""
+    return f"{visible} GPUs are visible, {used} {are} used: {replicas or 'the rest is idle'}{several}"

@@ -227,7 +227,7 @@ class EstimateBuilder:
         """Bytes per device."""
         machine = self._machine
         config = self._config
-        parts = machine.devices_per_memory * machine.replicas
+        parts = 1 if machine.gpu else machine.devices_per_memory * machine.replicas
         if config.kv_cache_memory is not None:
             return int(config.kv_cache_memory * GIB) // parts
         offload_bytes = 0 if machine.gpu else host_tier_bytes(config) // parts

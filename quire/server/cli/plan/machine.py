@@ -13,6 +13,7 @@ from quire.engine.checkpoint.kv_cache_plan import (
     host_kv_budget,
 )
 from quire.engine.common.errors import ConfigError
+from quire.engine.processes.gpus import CUDA_VARIABLE, VisibleGPUs, divide_gpus, find_gpus
 
 _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -55,7 +56,11 @@ class Machine:
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """Number of replicas on one CPU machine, each with `count` devices."""
+    """Number of replicas on one machine, each with `count` devices."""
+    visible_gpus: VisibleGPUs | None = None
+    """Of this machine; None: another machine's, or unknown."""
+    replica_gpus: tuple[tuple[str, ...], ...] = ()
+    """Of each replica."""
     nodes: int = 1
     """Machines over which the devices are spread."""
 
@@ -140,7 +145,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
-            return find_gpu(model.removeprefix("Model:").strip())
+            card = find_gpu(model.removeprefix("Model:").strip())
+            return replace(card, visible_gpus=find_gpus("auto"))
         except ConfigError:
             continue
     compresses = _CPU_INFO.exists() and " avx512_bf16 " in _CPU_INFO.read_text(encoding="utf-8")
@@ -150,12 +156,10 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A GPU counts once per rank or stage. A CPU machine is divided into equal parts, one per process, because these
-    share its memory and cores. Raises ConfigError for combinations that are not supported or do not divide.
+    """A replica has a GPU per rank or stage. A CPU machine is divided into equal parts, one per process, because these
+    share its memory and cores. Raises ConfigError for combinations that are not supported or do not divide, and for
+    more GPUs than this machine has.
     """
-    if machine.gpu and replicas > 1:
-        message = "data_parallel_size: replicas are served only on CPUs so far, not with --gpu or --memory"
-        raise ConfigError(message, param="data_parallel_size")
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"
         raise ConfigError(message, param="pipeline_parallel_size")
@@ -166,6 +170,9 @@ def divide_machine_by_parallelism(
         raise ConfigError(message, param="nnodes")
     count = ranks * stages
     parts = count // nodes * replicas
+    if machine.gpu and replicas > 1:
+        gpus = machine.visible_gpus or VisibleGPUs(CUDA_VARIABLE, tuple(map(str, range(parts))))
+        machine = replace(machine, replicas=replicas, replica_gpus=tuple(divide_gpus(gpus, replicas, count)))
     if machine.gpu or parts == 1:
         return replace(machine, count=count, stages=stages, nodes=nodes)
     bandwidth, flops = (None if each is None else each / parts for each in (machine.bandwidth, machine.flops))

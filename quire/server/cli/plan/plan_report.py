@@ -9,6 +9,7 @@ from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTE
 from quire.engine.checkpoint.layer_placement import split_layers_into_stages
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
+from quire.engine.processes.gpus import describe_division
 from quire.server.cli.plan.estimate import Estimate
 from quire.server.cli.plan.images_plan import ImagesPlan
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
@@ -301,7 +302,9 @@ def estimate_notes(estimate: Estimate) -> list[str]:
     if estimate.experts_plan.has_whole_experts and estimate.machine.count > 1:
         texts.append("limits are as if a step read as many experts on each device; the one with the most sets the pace")
     if estimate.machine.replicas > 1:
-        texts.append(f"these are the figures of each of {estimate.machine.replicas} replicas")
+        gpus = estimate.machine.replica_gpus
+        where = f": {describe_division(gpus)}" if gpus else ""
+        texts.append(f"these are the figures of each of {estimate.machine.replicas} replicas{where}")
     if (nodes := estimate.machine.nodes) > 1:
         texts.append(f"{nodes} machines like this one in a private network, each with the weight files")
     if (stages := estimate.machine.stages) > 1:

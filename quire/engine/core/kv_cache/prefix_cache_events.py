@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.core.request import Request
+from quire.engine.processes.kv_events import ENGINE_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored
+
+_DIGEST_BYTES = 16
+"""A group's number follows in the keys of block_pool.py."""
+
+
+class PrefixCacheEvents:
+    """What the prefix cache has stored and removed since the last `take`, in order."""
+
+    def __init__(self, hash_block_size: int) -> None:
+        self._hash_block_size = hash_block_size
+        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        self._last_stored: tuple[BlockStored, str, int] | None = None
+        """The last event, if it may be extended, its request and the index of the block that would extend it."""
+
+    def take(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        events = self._events
+        self._events = []
+        self._last_stored = None
+        return events
+
+    def record_stored(self, request: Request, index: int, digest: bytes, group: int) -> None:
+        """`index`: of the block of `hash_block_size` tokens in the request."""
+        size = self._hash_block_size
+        token_ids = list(request.token_ids[index * size : (index + 1) * size])
+        group_idx = group or None
+        if self._last_stored is not None:
+            event, request_id, following = self._last_stored
+            if (request_id, following, event.group_idx) == (request.engine_request.id, index, group_idx):
+                event.block_hashes.append(_number(digest))
+                event.token_ids += token_ids
+                self._last_stored = event, request_id, index + 1
+                return
+        parent = _number(request.block_hashes(index, size)[-1]) if index else None
+        adapter = request.engine_request.adapter
+        name = None if adapter is None else adapter.name
+        event = BlockStored([_number(digest)], parent, token_ids, size, None, ENGINE_MEDIUM, name, group_idx)
+        self._events.append(event)
+        self._last_stored = event, request.engine_request.id, index + 1
+
+    def record_removed(self, digests: Sequence[bytes]) -> None:
+        """`digests`: of one block of the pool."""
+        if digests:
+            group_idx = digests[0][_DIGEST_BYTES] if len(digests[0]) > _DIGEST_BYTES else None
+            self._events.append(BlockRemoved([_number(each) for each in digests], ENGINE_MEDIUM, group_idx))
+            self._last_stored = None
+
+    def record_cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+        self._last_stored = None
+
+
+def _number(digest: bytes) -> int:
+    """Routers take 64 bits."""
+    return int.from_bytes(digest[:8], "big")
