@@ -30,13 +30,13 @@ def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("folder", ["cpu", "gpu"])
-def test_the_chart_makes_the_objects_that_kustomize_makes(folder: str) -> None:
+def test_helm_chart_renders_same_objects_as_kustomize(folder: str) -> None:
     of_gpu = {"gpus": 1, "cpu": "4", "memory": "32Gi"} if folder == "gpu" else {}
     wanted = sorted(built(folder), key=lambda each: str(each["kind"]))
     assert same_objects(rendered(**of_gpu)) == wanted
 
 
-def test_the_chart_s_values_are_where_they_belong() -> None:
+def test_helm_values_reach_their_fields() -> None:
     storage = {"accessMode": "ReadWriteMany", "className": "nfs", "size": "1Ti"}
     chart = rendered(model='a"b', args=["--strict"], replicas=3, image="r/quire:1", secret="mine", storage=storage)
     objects = {each["kind"]: each for each in chart}
@@ -55,7 +55,7 @@ def test_the_chart_s_values_are_where_they_belong() -> None:
     assert gpus["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
 
 
-def test_several_gpus_of_a_pod_are_all_used_and_have_shared_memory() -> None:
+def test_pod_with_several_gpus_gets_tp_flags_and_shared_memory() -> None:
     for gpus, engines, ranks in ((2, 1, 2), (8, 4, 2), (4, 4, 1)):
         objects = {each["kind"]: each for each in rendered(gpus=gpus, dataParallel=engines)}
         pod = objects["Deployment"]["spec"]["template"]["spec"]
@@ -75,7 +75,7 @@ def test_several_gpus_of_a_pod_are_all_used_and_have_shared_memory() -> None:
         assert "PARALLEL" not in str(pod)
 
 
-def test_values_for_the_scheduler_and_what_is_added_reach_the_pod() -> None:
+def test_scheduling_and_extra_values_reach_pod() -> None:
     terms = [{"matchExpressions": [{"key": "zone", "operator": "Exists"}]}]
     values: dict[str, Any] = {
         "nodeSelector": {"disk": "ssd"},
@@ -128,13 +128,13 @@ def test_values_for_the_scheduler_and_what_is_added_reach_the_pod() -> None:
         ({"autoscaling": {"kind": "hpa"}}, "storage.accessMode must be ReadWriteMany"),
     ],
 )
-def test_the_chart_refuses_values_that_cannot_work(values: dict[str, Any], wrong: str) -> None:
+def test_helm_chart_rejects_impossible_values(values: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ChartError, match=re.escape(wrong)):
         rendered(**values)
 
 
 @pytest.mark.parametrize("kind", ["hpa", "keda"])
-async def test_the_chart_scales_by_a_metric_that_is_served(kind: str) -> None:
+async def test_autoscaler_uses_existing_metric(kind: str) -> None:
     chart = rendered(autoscaling={"kind": kind, "maxReplicas": 3}, storage={"accessMode": "ReadWriteMany"}, gpus=1)
     objects = {each["kind"]: each for each in chart}
     deployment = objects["Deployment"]["spec"]
@@ -151,7 +151,7 @@ async def test_the_chart_scales_by_a_metric_that_is_served(kind: str) -> None:
     assert 'namespace="models",pod=~"quire-.*"' in trigger["metadata"]["query"]
 
 
-def test_the_chart_is_watched_and_reached_where_it_says_so() -> None:
+def test_monitors_and_routes_match_services() -> None:
     chart = rendered(
         podMonitor={"enabled": True, "labels": {"release": "prometheus"}, "authorized": True},
         prometheusRule={"enabled": True, "labels": {"release": "prometheus"}},
@@ -185,7 +185,7 @@ def test_the_chart_is_watched_and_reached_where_it_says_so() -> None:
     assert (backend["name"], backend["port"]) == (service["metadata"]["name"], service["spec"]["ports"][0]["port"])
 
 
-async def test_integrations_name_what_is_there() -> None:
+async def test_integrations_name_existing_objects() -> None:
     """Their schemas were seen once, with the operators' own definitions: docs/deploy/integrations.md."""
     pool, route = yaml.safe_load_all((DEPLOY / "integrations/inference-pool.yaml").read_text(encoding="utf-8"))
     pod = next(each for each in rendered() if each["kind"] == "Deployment")["spec"]["template"]

@@ -91,7 +91,7 @@ def prompt(family: int, length: int) -> list[int]:
     return [(family * 37 + place * 11) % 200 for place in range(length)]
 
 
-def test_a_router_predicts_what_the_engine_finds(tmp_path: Path, context: zmq.Context[Any]) -> None:
+def test_router_predicts_cached_tokens_from_kv_events(tmp_path: Path, context: zmq.Context[Any]) -> None:
     """With a cache so small that blocks are removed all the time."""
     config = events(tmp_path)
     router = Router(config["endpoint"], context)
@@ -120,7 +120,7 @@ def test_a_router_predicts_what_the_engine_finds(tmp_path: Path, context: zmq.Co
         engine.shut_down()
 
 
-def test_batches_are_replayed_from_a_number_on(tmp_path: Path, context: zmq.Context[Any]) -> None:
+def test_kv_event_batches_are_replayed_from_sequence_number(tmp_path: Path, context: zmq.Context[Any]) -> None:
     config = EngineConfig(kv_events_config=events(tmp_path, replay_endpoint=f"ipc://{tmp_path}/replay", buffer_steps=4))
     assert config.kv_events_config is not None
     publisher = KVEventPublisher(config.kv_events_config)
@@ -156,7 +156,7 @@ def test_batches_are_replayed_from_a_number_on(tmp_path: Path, context: zmq.Cont
     publisher.close()
 
 
-def test_an_endpoint_that_is_taken_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_taken_endpoint_is_rejected_by_name(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         config = EngineConfig(kv_events_config=events(tmp_path, endpoint=f"tcp://*:{port}"))
@@ -166,7 +166,7 @@ def test_an_endpoint_that_is_taken_is_an_error_that_names_it(tmp_path: Path) -> 
             KVEventPublisher(config.kv_events_config)
 
 
-def test_a_publisher_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+def test_publisher_without_subscriber_does_not_block(tmp_path: Path) -> None:
     config = EngineConfig(kv_events_config=events(tmp_path, max_queue_size=2, hwm=1))
     assert config.kv_events_config is not None
     publisher = KVEventPublisher(config.kv_events_config)
@@ -175,7 +175,7 @@ def test_a_publisher_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
     publisher.close()
 
 
-def test_replicas_have_endpoints_and_numbers_of_their_own() -> None:
+def test_replicas_have_separate_endpoints_and_sequence_numbers() -> None:
     settings = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}
     config = EngineConfig(data_parallel_size=3, kv_events_config=settings)
     each = [replica_config(config, index, [set()] * 3).kv_events_config for index in range(3)]
@@ -191,13 +191,15 @@ def test_replicas_have_endpoints_and_numbers_of_their_own() -> None:
         ({"kv_offload_memory": 0.1}, "kv_events_config: blocks that KV offload loads are not told"),
     ],
 )
-def test_events_are_refused_with_what_they_would_not_tell(tmp_path: Path, settings: dict[str, Any], wrong: str) -> None:
+def test_kv_events_are_rejected_with_offload_without_prefix_cache_and_encoders(
+    tmp_path: Path, settings: dict[str, Any], wrong: str
+) -> None:
     with pytest.raises(ConfigError, match=wrong) as raised:
         EngineCore(EngineConfig(num_kv_blocks=8, threads=1, kv_events_config=events(tmp_path), **settings))
     assert raised.value.param == "kv_events_config"
 
 
-def test_settings_are_vllms() -> None:
+def test_kv_events_config_takes_vllm_fields() -> None:
     written = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "t"}'
     config = EngineConfig(kv_events_config=written).kv_events_config
     assert config is not None

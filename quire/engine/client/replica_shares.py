@@ -30,7 +30,7 @@ def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list
 def describe_replicas(config: EngineConfig, gpus: VisibleGPUs | None) -> str:
     """A note of the start."""
     count, each = config.data_parallel_size, config.world_size
-    note = f"{count} replicas, each with weights and a KV cache as said here"
+    note = f"{count} replicas, each with weights and a KV cache as shown here"
     if gpus is None:
         return note
     note += f": {describe_division(divide_gpus(gpus, count, each))}"

@@ -57,8 +57,8 @@ def make_kv_event_publisher(config: EngineConfig, *, caches_prefixes: bool) -> K
     has_tiers = bool(config.kv_offload_memory or config.kv_offload_dir or config.kv_offload_tier)
     refuse_setting_if(
         "kv_events_config",
-        not caches_prefixes and "the engine caches no prefixes (enable_prefix_caching, or the model's layers)",
-        has_tiers and "blocks that KV offload loads are not told yet: leave out kv_offload_memory, _dir and _tier",
+        not caches_prefixes and "prefix caching is off (enable_prefix_caching, or the model's layers)",
+        has_tiers and "KV events do not cover KV offload yet: leave out kv_offload_memory, _dir and _tier",
     )
     return KVEventPublisher(config.kv_events_config)
 

@@ -72,9 +72,7 @@ def started(tmp_path: Path, environment: Mapping[str, str], gpus: int, **setting
         ("GPU-aa,GPU-bb,GPU-cc,GPU-dd", 2, ["GPU-aa,GPU-bb", "GPU-cc,GPU-dd"]),
     ],
 )
-def test_each_replica_sees_its_own_gpus_only(
-    tmp_path: Path, listed: str | None, ranks: int, expected: list[str]
-) -> None:
+def test_replica_sees_only_its_own_gpus(tmp_path: Path, listed: str | None, ranks: int, expected: list[str]) -> None:
     environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     seen = started(tmp_path, environment, 4, data_parallel_size=2, tensor_parallel_size=ranks, kv_cache_memory=8)
     assert [each["env"]["CUDA_VISIBLE_DEVICES"] for each in seen] == expected
@@ -85,7 +83,7 @@ def test_each_replica_sees_its_own_gpus_only(
         assert each["config"]["kv_cache_memory"] == 8, "of each GPU; on CPUs it is the sum"
 
 
-def test_replicas_on_cpus_see_what_the_server_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_replicas_keep_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     seen = started(tmp_path, {}, 0, data_parallel_size=2, kv_cache_memory=8)
     for each in seen:
@@ -98,16 +96,16 @@ def on_fake_machine(tmp_path: Path, gpus: int, **settings: int) -> EngineClient:
     return processes(EngineConfig(**settings), Launcher(FakeProcess), find)
 
 
-def test_too_few_gpus_end_the_start_before_a_process(tmp_path: Path) -> None:
+def test_too_few_gpus_are_rejected_before_any_process_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 replicas need 3 GPUs, and 2 are visible here"):
         on_fake_machine(tmp_path, 2, data_parallel_size=3)
 
 
-async def test_a_replaced_replica_gets_the_same_gpus_and_the_start_names_them(tmp_path: Path) -> None:
+async def test_replaced_replica_gets_same_gpus_and_start_line_names_them(tmp_path: Path) -> None:
     client = on_fake_machine(tmp_path, 8, data_parallel_size=2, tensor_parallel_size=2)
     info = await client.engine_core.start()
     assert info.notes[-1] == (
-        "2 replicas, each with weights and a KV cache as said here: replica 0 on GPUs 0 and 1, replica 1 on GPUs 2 "
+        "2 replicas, each with weights and a KV cache as shown here: replica 0 on GPUs 0 and 1, replica 1 on GPUs 2 "
         "and 3. 8 GPUs are visible, 4 are used: --data-parallel-size 4 uses all it can"
     )
     replica = client.engine_core._replicas[1]

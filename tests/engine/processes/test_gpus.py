@@ -57,18 +57,18 @@ def amd_machine(root: Path, minors: list[int], passed: list[int]) -> Path:
         ("0,,1", ("0",)),
     ],
 )
-def test_an_operators_list_is_read_as_cuda_reads_it(tmp_path: Path, listed: str | None, ids: tuple[str, ...]) -> None:
+def test_visible_devices_list_is_read_like_cuda(tmp_path: Path, listed: str | None, ids: tuple[str, ...]) -> None:
     environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     gpus = find_gpus("auto", CUDA, environment, nvidia_machine(tmp_path, 4))
     assert gpus == VisibleGPUs(CUDA_VARIABLE, ids)
 
 
-def test_a_gpu_named_twice_is_an_error(tmp_path: Path) -> None:
+def test_gpu_listed_twice_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES: names GPU 1 twice"):
         find_gpus("auto", CUDA, {"CUDA_VISIBLE_DEVICES": "1,1"}, nvidia_machine(tmp_path, 4))
 
 
-def test_auto_finds_no_gpus_where_pytorch_would_use_the_cpu(tmp_path: Path) -> None:
+def test_auto_finds_no_gpus_if_torch_would_use_cpu(tmp_path: Path) -> None:
     assert find_gpus("cpu", CUDA, {}, nvidia_machine(tmp_path, 2)) is None
     assert find_gpus("auto", TorchBuild(), {}, tmp_path) is None
     assert find_gpus("auto", HIP, {}, tmp_path) is None, "AMD's PyTorch beside NVIDIA's GPUs"
@@ -79,7 +79,7 @@ def test_auto_finds_no_gpus_where_pytorch_would_use_the_cpu(tmp_path: Path) -> N
     assert find_gpus("cuda", CUDA, {}, tmp_path / "none") == VisibleGPUs(CUDA_VARIABLE, ()), "none is too few"
 
 
-def test_amds_gpus_are_those_that_the_container_has(tmp_path: Path) -> None:
+def test_amd_gpus_are_those_of_container(tmp_path: Path) -> None:
     root = amd_machine(tmp_path, [128, 136, 144, 152], passed=[128, 144])
     assert find_gpus("auto", HIP, {}, root) == VisibleGPUs(HIP_VARIABLE, ("0", "1"))
     assert find_gpus("auto", HIP, {"HIP_VISIBLE_DEVICES": "1"}, root) == VisibleGPUs(HIP_VARIABLE, ("1",))
@@ -90,7 +90,7 @@ def test_amds_gpus_are_those_that_the_container_has(tmp_path: Path) -> None:
     assert find_gpus("auto", CUDA, {}, root) is None, "CUDA's PyTorch beside AMD's GPUs"
 
 
-def test_intels_gpus_are_found_among_the_displays(tmp_path: Path) -> None:
+def test_intel_gpus_are_found_among_drm_devices(tmp_path: Path) -> None:
     (tmp_path / "dev/dri").mkdir(parents=True)
     for name, vendor in (("renderD128", "0x8086"), ("renderD129", "0x10de"), ("renderD130", "0x8086")):
         (tmp_path / "dev/dri" / name).touch()
@@ -101,7 +101,7 @@ def test_intels_gpus_are_found_among_the_displays(tmp_path: Path) -> None:
     assert tiles == VisibleGPUs(INTEL_VARIABLE, ("0.0", "0.1", "1.0"))
 
 
-def test_replicas_get_neighbors_in_order() -> None:
+def test_replicas_get_adjacent_gpus_in_order() -> None:
     gpus = VisibleGPUs(CUDA_VARIABLE, ("7", "GPU-b", "2", "1", "0"))
     parts = divide_gpus(gpus, 2, 2)
     assert parts == [("7", "GPU-b"), ("2", "1")]
@@ -117,11 +117,11 @@ def test_replicas_get_neighbors_in_order() -> None:
         (("0", "1", "2"), 2, "2 replicas of 2 GPUs each .tensor_parallel_size. need 4 GPUs, and 3 are visible"),
     ],
 )
-def test_too_few_gpus_are_an_error_that_counts_them(ids: tuple[str, ...], each: int, message: str) -> None:
+def test_error_for_too_few_gpus_has_counts(ids: tuple[str, ...], each: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         divide_gpus(VisibleGPUs(CUDA_VARIABLE, ids), 2, each)
     assert raised.value.param == "data_parallel_size"
 
 
-def test_pytorchs_build_is_read_as_pytorch_says_it() -> None:
+def test_torch_build_is_read_from_version_file() -> None:
     assert read_torch_build() == TorchBuild(torch.version.cuda, torch.version.hip)

@@ -30,7 +30,7 @@ with compile_lock(lambda: waits.append(None)):
 """
 
 
-def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+def test_concurrent_starts_compile_once(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     processes = [
@@ -45,9 +45,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     assert (tmp_path / "compiled").read_text() == "once "
 
 
-def test_the_wait_for_another_process_reports_progress_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_for_compile_lock_reports_progress_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     other = os.open(tmp_path / COMPILE_LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -69,7 +67,7 @@ def test_the_wait_for_another_process_reports_progress_and_ends(
     os.close(another)
 
 
-def test_a_folder_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_lock_support_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "missing"))
     with compile_lock(lambda: pytest.fail("waits")):
         pass
@@ -77,7 +75,7 @@ def test_a_folder_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest
         raise ZeroDivisionError
 
 
-def test_shipped_kernels_are_whole_when_they_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_kernels_are_copied_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that starts at the same time reads what is there under its final name."""
     from quire.engine.worker.kernel_compilation import kernel_cache
 

@@ -21,7 +21,7 @@ def note(root: Path, environment: dict[str, str], device: Any = "auto") -> str |
     return unused_gpu_note(EngineConfig(device=device), CPU, environment, root)
 
 
-def test_a_container_for_gpus_without_a_driver_says_how_to_start_it(tmp_path: Path) -> None:
+def test_gpu_container_without_driver_notes_how_to_start(tmp_path: Path) -> None:
     told = note(tmp_path, ASKED)
     assert told is not None
     for part in ("NVIDIA_VISIBLE_DEVICES=all", "--gpus all", "nvidia.com/gpu", "computes on the CPU", "--device cpu"):
@@ -29,16 +29,16 @@ def test_a_container_for_gpus_without_a_driver_says_how_to_start_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("environment", [{}, {"NVIDIA_VISIBLE_DEVICES": "void"}, ASKED | {"CUDA_VISIBLE_DEVICES": ""}])
-def test_nothing_is_said_where_nothing_is_missing(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_no_note_if_nothing_is_missing(tmp_path: Path, environment: dict[str, str]) -> None:
     assert note(tmp_path, environment) is None
 
 
-def test_nothing_is_said_to_those_who_chose(tmp_path: Path) -> None:
+def test_no_note_if_device_was_chosen(tmp_path: Path) -> None:
     assert note(tmp_path, ASKED, "cpu") is None
     assert unused_gpu_note(EngineConfig(), torch.device("cuda"), ASKED, tmp_path) is None
 
 
-def test_an_amd_gpu_beside_another_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_gpu_with_other_torch_build_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an MI300 with the image for CUDA."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
@@ -53,7 +53,7 @@ def test_an_amd_gpu_beside_another_build_is_named(tmp_path: Path, monkeypatch: p
     assert "add the groups video and render" in str(note(tmp_path, {}))
 
 
-def test_the_start_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_line_has_unused_gpu_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     notes = EngineCore(EngineConfig(num_kv_blocks=8, threads=1)).info.notes

@@ -112,12 +112,12 @@ def test_missing_key_file_or_bad_key_flag_raises_config_error(tmp_path: Path) ->
         ({"api_key": ["a"], "metrics_api_key": [" "]}, "metrics_api_key: metrics-1 has an empty key"),
     ],
 )
-def test_a_metrics_key_is_refused_where_it_means_nothing(tmp_path: Path, options: dict[str, Any], wrong: str) -> None:
+def test_metrics_key_without_other_api_key_is_rejected(tmp_path: Path, options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         tenants(tmp_path, **{"metrics_api_key": ["m"]} | options)
 
 
-def test_a_metrics_key_may_be_a_hash_and_is_nobodys_tenant(tmp_path: Path) -> None:
+def test_metrics_key_can_be_a_hash_and_has_no_tenant(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"scraper").hexdigest()
     found = tenants(tmp_path, api_key=["only"], metrics_api_key=[f"sha256:{digest}"])
     assert found.find_by_metrics_key("scraper") is not None

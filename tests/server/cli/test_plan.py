@@ -448,7 +448,7 @@ def test_replicas_copy_weights_and_divide_kv_cache_memory() -> None:
     assert predict_kv_tokens(config, machine) == predict_kv_tokens(lone, machine)
 
 
-def test_a_plan_gives_each_replica_its_own_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_gives_each_replica_its_own_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     sizes, card = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("card", memory=4 * GIB, gpu=True)
     request = PlanRequest(EngineConfig(data_parallel_size=2, kv_cache_memory=1.0))
     one, each = (
