@@ -187,7 +187,7 @@ def test_replicas_have_separate_endpoints_and_sequence_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "wrong"),
     [
-        ({"enable_prefix_caching": False}, "kv_events_config: the engine caches no prefixes"),
+        ({"enable_prefix_caching": False}, "kv_events_config: prefix caching is off"),
         ({"kv_offload_memory": 0.1}, "kv_events_config: blocks that KV offload loads are not told"),
     ],
 )
