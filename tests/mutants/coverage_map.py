@@ -1,0 +1,77 @@
+"""Which tests run which line of a tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import coverage
+
+from tests.golden.tree import Tree
+from tests.mutants.recorder import DURATIONS, TEST_FILE
+from tests.mutants.runs import pytest_command
+
+_CONFIG = f"""
+[run]
+core = ctrace
+parallel = true
+patch = _exit, fork
+source = {{root}}/{{package}}
+data_file = {{folder}}/measured
+context = ${{{{{TEST_FILE}-}}}}
+disable_warnings = no-data-collected, module-not-measured, module-not-imported
+"""
+
+
+class CoverageMap:
+    """Reads what `measure` has written into the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._data = coverage.CoverageData(str(folder / "measured"))
+        self._data.read()
+        self._root = (folder / "root").read_text(encoding="utf-8")
+        self.seconds: dict[str, float] = json.loads((folder / "tests.json").read_text(encoding="utf-8"))
+        self._tests_of_file: dict[str, list[str]] = defaultdict(list)
+        for test in self.seconds:
+            self._tests_of_file[test.partition("::")[0]].append(test)
+
+    def lines(self, file: str) -> set[int]:
+        """The lines that ran, be it while the module was imported."""
+        return set(self._data.lines(f"{self._root}/{file}") or ())
+
+    def tests(self, file: str, first_line: int, last_line: int) -> list[str]:
+        """Tests that passed and ran one of the lines, cheapest first; then those of files of which some test did so in
+        another process. Of a line that only the import ran: tests that ran anything else in the file.
+        """
+        by_line = self._data.contexts_by_lineno(f"{self._root}/{file}")
+        contexts = {context for line in range(first_line, last_line + 1) for context in by_line.get(line, ())}
+        if not contexts - {""}:
+            contexts = {context for each in by_line.values() for context in each}
+        tests = self._cheapest_first(contexts & self.seconds.keys())
+        files = sorted(contexts & self._tests_of_file.keys())
+        others = {test for each in files for test in self._tests_of_file[each]} - {*tests}
+        return tests + self._cheapest_first(others)
+
+    def _cheapest_first(self, tests: set[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (self.seconds[test], test))
+
+
+def measure(tree: Tree, package: str, tests: Sequence[str], folder: Path, jobs: int = 1) -> None:
+    """Run tests of the tree and write into `folder` which lines of the package each of them runs.
+
+    A process that is killed loses what it measured, as body workers are.
+    """
+    folder.mkdir(parents=True)
+    config = folder / "coveragerc"
+    config.write_text(_CONFIG.format(root=tree.root, package=package, folder=folder), encoding="utf-8")
+    variables = {"COVERAGE_PROCESS_START": str(config), DURATIONS: str(folder / "tests.json"), TEST_FILE: ""}
+    spread = ("--numprocesses", str(jobs), "--dist", "loadfile") if jobs > 1 else ()
+    options = ("-p", "tests.mutants.recorder", "-m", "not slow", *spread)
+    subprocess.run([*pytest_command(), *options, *tests], cwd=tree.root, env=tree.environment | variables, check=False)
+    measured = coverage.Coverage(config_file=str(config))
+    measured.combine([str(folder)])
+    measured.save()
+    (folder / "root").write_text(str(tree.root), encoding="utf-8")
