@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,6 +31,18 @@ from tests.tree import ROOT
 PACKAGE = "quire"
 KEPT = ROOT / ".mutants"
 OPTIONS = ("--hypothesis-seed=0", "--timeout=60")
+PRELOADED = (
+    "torch",
+    "numpy",
+    "fastapi",
+    "httpx",
+    "hypothesis",
+    "schemathesis",
+    "jinja2",
+    "pydantic",
+    "tokenizers",
+    "zmq",
+)
 COLUMNS = ("drawn", "killed", "survived", "equivalent", "no test", "error")
 
 Result = dict[str, object]
@@ -108,9 +121,11 @@ class Session:
         keys = {_key(each) for each in done}
         left = [fault for fault in faults if _key(self._describe(fault)) not in keys]
         copies: SimpleQueue[Copy] = SimpleQueue()
-        for i in range(min(jobs, len(left))):
-            copies.put(Copy(self._tree, work / f"copy{i}", OPTIONS))
-        with file.open("a" if done else "w", encoding="utf-8") as output, ThreadPoolExecutor(jobs) as threads:
+        with ExitStack() as stack:
+            for i in range(min(jobs, len(left))):
+                copies.put(stack.enter_context(closing(Copy(self._tree, work / f"copy{i}", OPTIONS, PRELOADED))))
+            output = stack.enter_context(file.open("a" if done else "w", encoding="utf-8"))
+            threads = stack.enter_context(ThreadPoolExecutor(jobs))
             for future in as_completed([threads.submit(self._try, fault, copies) for fault in left]):
                 result = future.result()
                 done.append(result)

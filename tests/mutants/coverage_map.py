@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ import coverage
 
 from tests.golden.tree import Tree
 from tests.mutants.recorder import DURATIONS, TEST_FILE
-from tests.mutants.runs import pytest_command
+from tests.mutants.runs import PYTEST_OPTIONS
 
 _CONFIG = f"""
 [run]
@@ -24,6 +26,10 @@ data_file = {{folder}}/measured
 context = ${{{{{TEST_FILE}-}}}}
 disable_warnings = no-data-collected, module-not-measured, module-not-imported
 """
+
+
+_REST_SECONDS = 3.0
+"""In which processes that end with pytest write what they measured."""
 
 
 class CoverageMap:
@@ -69,8 +75,10 @@ def measure(tree: Tree, package: str, tests: Sequence[str], folder: Path, jobs: 
     config.write_text(_CONFIG.format(root=tree.root, package=package, folder=folder), encoding="utf-8")
     variables = {"COVERAGE_PROCESS_START": str(config), DURATIONS: str(folder / "tests.json"), TEST_FILE: ""}
     spread = ("--numprocesses", str(jobs), "--dist", "loadfile") if jobs > 1 else ()
-    options = ("-p", "tests.mutants.recorder", "-m", "not slow", *spread)
-    subprocess.run([*pytest_command(), *options, *tests], cwd=tree.root, env=tree.environment | variables, check=False)
+    options = (*PYTEST_OPTIONS, "-p", "tests.mutants.recorder", "-m", "not slow", *spread)
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    subprocess.run(command, cwd=tree.root, env=tree.environment | variables, check=False)
+    time.sleep(_REST_SECONDS)
     measured = coverage.Coverage(config_file=str(config))
     measured.combine([str(folder)])
     measured.save()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import bisect
+import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -249,7 +249,7 @@ class _Finder:
                     self._add_between("arithmetic swapped", left, right, *_ARITHMETIC[type(operation)])
             case ast.BoolOp(op=operation, values=values):
                 words = ("and", "or") if isinstance(operation, ast.And) else ("or", "and")
-                for one, other in zip(values, values[1:], strict=False):
+                for one, other in itertools.pairwise(values):
                     self._add_between("and/or swapped", one, other, rf"\b{words[0]}\b", words[1])
             case ast.UnaryOp(op=ast.Not()):
                 start = self._start_of(node)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -19,17 +21,16 @@ from tests.golden.tree import Tree
 from tests.mutants.faults import Fault
 
 MAX_TESTS = 60
-MAX_SECONDS = 60.0
+MAX_SECONDS = 120.0
 """Of the tests that run against one fault, as they took without it."""
 START_SECONDS = 120.0
 """What a run may take in addition to five times the seconds of its tests."""
 ENDED = "no end"
 """What kills a mutant whose tests do not end."""
-_OUTCOMES = {0: "survived", 1: "killed"}
+PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider")
 
-
-def pytest_command() -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+Outcome = dict[str, object]
+"""Its status is killed, survived, or error: the tests do not pass without the fault either."""
 
 
 def bounded(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
@@ -47,23 +48,34 @@ def bounded(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
 class Copy:
     """A copy of a tree, in which one fault after the other is put."""
 
-    def __init__(self, tree: Tree, folder: Path, options: Sequence[str] = ()) -> None:
+    def __init__(self, tree: Tree, folder: Path, options: Sequence[str] = (), preloaded: Sequence[str] = ()) -> None:
+        """options: of pytest. preloaded: modules that the tests need and that are not the tree's."""
         self._source = tree
         self._tree = Tree(tree.name, folder)
         self._options = options
         self._count = 0
         self._make()
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("zygote.py")), *preloaded],
+            cwd="/",
+            env=self._tree.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def close(self) -> None:
+        with self._zygote:
+            self._zygote.stdin.close()  # type: ignore[union-attr]
 
     def _make(self) -> None:
         shutil.rmtree(self._tree.root, ignore_errors=True)
         shutil.copytree(self._source.root, self._tree.root, symlinks=True)
         self._listing = self._list_files()
 
-    def run(self, fault: Fault, tests: Sequence[str], seconds: float) -> dict[str, object]:
-        """The outcome: killed or survived, or "error" if the tests do not run without the fault either.
-
-        `seconds`: what the tests take without the fault.
-        """
+    def run(self, fault: Fault, tests: Sequence[str], seconds: float) -> Outcome:
+        """`seconds`: what the tests take without the fault. A test kills only if it passes without the fault."""
         deadline = START_SECONDS + 5 * seconds
         began = time.monotonic()
         with self._with_fault(fault):
@@ -71,17 +83,16 @@ class Copy:
         taken = round(time.monotonic() - began, 1)
         if self._list_files() != self._listing:  # the fault, or what it did to a test, changed the copy
             self._make()
-        outcome = "killed" if status is None else _OUTCOMES.get(status, "")
-        if not outcome:  # such as a module that can't be imported: pytest says the same of a test that is not there
-            outcome = "error" if self._pytest(tests, deadline)[0] else "killed"
-        by = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-        killer = ENDED if status is None else by[1] if by else f"pytest's status {status}"
-        result: dict[str, object] = {"status": outcome, "seconds": taken}
-        if outcome == "killed":
-            result["by"] = killer
-        elif outcome == "error":
-            result["output"] = output[-2000:]
-        return result
+        if status == 0:
+            return {"status": "survived", "seconds": taken}
+        if status is None:
+            return {"status": "killed", "seconds": taken, "by": ENDED}
+        # Of a module that can't be imported pytest says the same as of a test that is not there.
+        by = re.search(r"^(?:FAILED|ERROR) (tests/.*::.*?)(?: - |$)", output, re.MULTILINE)
+        killers = [by[1]] if status == 1 and by else tests
+        if self._pytest(killers, deadline)[0] != 0:
+            return {"status": "error", "seconds": taken, "output": output[-2000:]}
+        return {"status": "killed", "seconds": taken, "by": by[1] if by else f"pytest's status {status}"}
 
     @contextmanager
     def _with_fault(self, fault: Fault) -> Iterator[None]:
@@ -99,27 +110,20 @@ class Copy:
     def _pytest(self, tests: Sequence[str], deadline: float) -> tuple[int | None, str]:
         """Pytest's status and output; None: it did not end in time."""
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
-            command = [*pytest_command(), "-x", "--basetemp", f"{folder}/t", *self._options, *tests]
             output = Path(folder, "output")
-            with output.open("wb") as file:
-                process = subprocess.Popen(
-                    command,
-                    cwd=self._tree.root,
-                    env=self._tree.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            status: int | None = None
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    status = process.wait(deadline)
-            finally:
-                with suppress(ProcessLookupError):  # also what the tests have left running
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            return status, output.read_text(encoding="utf-8", errors="replace")
+            where = ["--rootdir", str(self._tree.root), "--basetemp", f"{folder}/t"]
+            arguments = [str(output), str(self._tree.root), *PYTEST_OPTIONS, "-x", *where, *self._options, *tests]
+            self._zygote.stdin.write(json.dumps(arguments) + "\n")  # type: ignore[union-attr]
+            pid = int(self._read_line())
+            in_time = bool(select.select([self._zygote.stdout], [], [], deadline)[0])
+            with suppress(ProcessLookupError):  # also what the tests have left running
+                os.killpg(pid, signal.SIGKILL)
+            status = int(self._read_line())
+            return status if in_time else None, output.read_text(encoding="utf-8", errors="replace")
+
+    def _read_line(self) -> str:
+        line: str = self._zygote.stdout.readline()  # type: ignore[union-attr]
+        return line
 
     def _list_files(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file; not of bytecode and of what tests keep for the next run."""
