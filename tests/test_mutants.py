@@ -14,7 +14,7 @@ from tests.mutants.faults import Fault, is_valid, statements_of
 from tests.mutants.runs import Copy, bounded, diff_of
 from tests.tree import ROOT
 
-LIMITS = '''
+LIMITS = """
 def is_adult(age):
     return age >= 18
 
@@ -25,7 +25,7 @@ def is_senior(age):
 
 def never_called():
     return 1
-'''
+"""
 TESTS = """
 import pytest
 from tiny.limits import is_adult, is_senior
@@ -159,7 +159,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 def test_fault_is_killed_where_a_test_notices_it(tiny: Tree, tmp_path: Path) -> None:
     measure(tiny, "tiny", ["tests"], tmp_path / "map")
     coverage = CoverageMap(tmp_path / "map")
-    by_mutation = {fault.lines(LIMITS)[1]: fault for each in statements_of("tiny/limits.py", LIMITS) for fault in each.faults}
+    by_mutation = {
+        fault.lines(LIMITS)[1]: fault for each in statements_of("tiny/limits.py", LIMITS) for fault in each.faults
+    }
     copy = Copy(tiny, tmp_path / "copy")
 
     def outcome(mutation: str) -> str:

@@ -82,4 +82,6 @@ def measure(tree: Tree, package: str, tests: Sequence[str], folder: Path, jobs: 
     measured = coverage.Coverage(config_file=str(config))
     measured.combine([str(folder)])
     measured.save()
+    for rest in folder.glob("measured.*"):  # of processes that were killed while they wrote
+        rest.unlink()
     (folder / "root").write_text(str(tree.root), encoding="utf-8")

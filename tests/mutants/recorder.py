@@ -6,6 +6,7 @@ A process that a test starts measures itself, too; it learns from a variable whi
 from __future__ import annotations
 
 import json
+import multiprocessing.forkserver
 import os
 from collections import defaultdict
 from collections.abc import Generator
@@ -48,7 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     measured = coverage.Coverage.current()
     assert measured is not None, "coverage.py did not start with this process"
-    os.environ[TEST_FILE] = item.nodeid.partition("::")[0]
+    file = item.nodeid.partition("::")[0]
+    if os.environ[TEST_FILE] != file:
+        os.environ[TEST_FILE] = file
+        multiprocessing.forkserver._forkserver._stop()  # one that was started for another file has that one's variables
     measured.switch_context(item.nodeid)
     try:
         return (yield)
