@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,12 +50,15 @@ class CoverageMap:
 
     def tests(self, file: str, first_line: int, last_line: int) -> list[str]:
         """Tests that passed and ran one of the lines, cheapest first; then those of files of which some test did so in
-        another process. Of a line that only the import ran: tests that ran anything else in the file.
+        another process. For a line that only the import ran: tests that ran other lines of the file, most lines first.
         """
         by_line = self._data.contexts_by_lineno(f"{self._root}/{file}")
         contexts = {context for line in range(first_line, last_line + 1) for context in by_line.get(line, ())}
         if not contexts - {""}:
-            contexts = {context for each in by_line.values() for context in each}
+            num_lines = Counter(context for each in by_line.values() for context in each)
+            return sorted(
+                num_lines.keys() & self.seconds.keys(), key=lambda test: (-num_lines[test], self.seconds[test])
+            )
         tests = self._cheapest_first(contexts & self.seconds.keys())
         files = sorted(contexts & self._tests_of_file.keys())
         others = {test for each in files for test in self._tests_of_file[each]} - {*tests}

@@ -88,7 +88,7 @@ class Copy:
         if status is None:
             return {"status": "killed", "seconds": taken, "by": ENDED}
         # Of a module that can't be imported pytest says the same as of a test that is not there.
-        by = re.search(r"^(?:FAILED|ERROR) (tests/.*::.*?)(?: - |$)", output, re.MULTILINE)
+        by = re.search(r"^(?:FAILED|ERROR|SUBFAILED\S*) (tests/.*?)(?: - |$)", output, re.MULTILINE)
         killers = [by[1]] if status == 1 and by else tests
         if self._pytest(killers, deadline)[0] != 0:
             return {"status": "error", "seconds": taken, "output": output[-2000:]}
