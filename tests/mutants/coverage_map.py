@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import coverage
@@ -28,7 +31,7 @@ disable_warnings = no-data-collected, module-not-measured, module-not-imported
 """
 
 
-_REST_SECONDS = 3.0
+_REST_SECONDS = 10.0
 """In which processes that end with pytest write what they measured."""
 
 
@@ -54,18 +57,14 @@ class CoverageMap:
         """
         by_line = self._data.contexts_by_lineno(f"{self._root}/{file}")
         contexts = {context for line in range(first_line, last_line + 1) for context in by_line.get(line, ())}
+        num_lines: Counter[str] = Counter()
         if not contexts - {""}:
-            num_lines = Counter(context for each in by_line.values() for context in each)
-            return sorted(
-                num_lines.keys() & self.seconds.keys(), key=lambda test: (-num_lines[test], self.seconds[test])
-            )
-        tests = self._cheapest_first(contexts & self.seconds.keys())
+            num_lines.update(context for each in by_line.values() for context in each)
+            contexts = {*num_lines}
+        tests = sorted(contexts & self.seconds.keys(), key=lambda test: (-num_lines[test], self.seconds[test], test))
         files = sorted(contexts & self._tests_of_file.keys())
         others = {test for each in files for test in self._tests_of_file[each]} - {*tests}
-        return tests + self._cheapest_first(others)
-
-    def _cheapest_first(self, tests: set[str]) -> list[str]:
-        return sorted(tests, key=lambda test: (self.seconds[test], test))
+        return tests + sorted(others, key=lambda test: (self.seconds[test], test))
 
 
 def measure(tree: Tree, package: str, tests: Sequence[str], folder: Path, jobs: int = 1) -> None:
@@ -80,11 +79,24 @@ def measure(tree: Tree, package: str, tests: Sequence[str], folder: Path, jobs: 
     spread = ("--numprocesses", str(jobs), "--dist", "loadfile") if jobs > 1 else ()
     options = (*PYTEST_OPTIONS, "-p", "tests.mutants.recorder", "-m", "not slow", *spread)
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    subprocess.run(command, cwd=tree.root, env=tree.environment | variables, check=False)
-    time.sleep(_REST_SECONDS)
+    process = subprocess.Popen(command, cwd=tree.root, env=tree.environment | variables, start_new_session=True)
+    try:
+        process.wait()
+        _wait_for_group(process.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     measured = coverage.Coverage(config_file=str(config))
     measured.combine([str(folder)])
     measured.save()
     for rest in folder.glob("measured.*"):  # of processes that were killed while they wrote
         rest.unlink()
     (folder / "root").write_text(str(tree.root), encoding="utf-8")
+
+
+def _wait_for_group(process_group: int) -> None:
+    deadline = time.monotonic() + _REST_SECONDS
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process_group, 0)
+            time.sleep(0.05)
