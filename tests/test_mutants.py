@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import coverage
 import pytest
 
 from tests.golden.tree import Tree
@@ -136,9 +138,32 @@ def test_drawing_is_the_same_for_equal_seeds_and_spreads_over_rooms() -> None:
 
 def test_tests_are_bounded_in_number_and_seconds() -> None:
     many = {f"test_{i}": 0.1 for i in range(1000)}
-    assert 1 < len(bounded([*many], many)) < 100
+    assert 1 < len(bounded([*many], many)) < 1000
     long = {"test_a": 1000.0, "test_b": 1000.0}
     assert bounded([*long], long) == ["test_a"]
+
+
+def test_covering_tests_are_ordered_by_nearness_then_cases_then_seconds(tmp_path: Path) -> None:
+    data = coverage.CoverageData(str(tmp_path / "measured"))
+    seconds = {
+        "tests/server/room/test_module.py::test_slow": 2.0,
+        "tests/server/room/test_other.py::test_many[a]": 0.1,
+        "tests/server/room/test_other.py::test_one": 0.5,
+        "tests/server/room/test_other.py::test_many[b]": 0.2,
+        "tests/server/hall/test_hall.py::test_fast": 0.01,
+        "tests/e2e/test_all.py::test_in_another_process": 0.01,
+    }
+    for context in (*list(seconds)[:-1], "", "tests/e2e/test_all.py"):
+        data.set_context(context)
+        data.add_lines({"/tree/quire/server/room/module.py": [1] if context == "" else [5]})
+    data.write()
+    (tmp_path / "root").write_text("/tree")
+    (tmp_path / "tests.json").write_text(json.dumps({**seconds, "tests/server/room/test_other.py::test_else": 0.1}))
+    measured = CoverageMap(tmp_path)
+    assert measured.lines("quire/server/room/module.py") == {1, 5}
+    assert measured.tests("quire/server/room/module.py", 4, 6) == [*seconds]
+    assert measured.tests("quire/server/room/module.py", 1, 1) == [*seconds], "only the import ran it"
+    assert measured.tests("quire/server/room/unknown.py", 1, 1) == []
 
 
 @pytest.fixture
@@ -158,7 +183,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 @pytest.mark.slow
 def test_fault_is_killed_where_a_test_notices_it(tiny: Tree, tmp_path: Path) -> None:
     measure(tiny, "tiny", ["tests"], tmp_path / "map")
-    coverage = CoverageMap(tmp_path / "map")
+    measured = CoverageMap(tmp_path / "map")
     by_mutation = {
         fault.lines(LIMITS)[1]: fault for each in statements_of("tiny/limits.py", LIMITS) for fault in each.faults
     }
@@ -166,7 +191,7 @@ def test_fault_is_killed_where_a_test_notices_it(tiny: Tree, tmp_path: Path) -> 
 
     def outcome(mutation: str) -> str:
         fault = by_mutation[mutation]
-        tests = coverage.tests("tiny/limits.py", fault.line, fault.line)
+        tests = measured.tests("tiny/limits.py", fault.line, fault.line)
         assert len(tests) == mutation.count("18") * 2 + mutation.count("65")
         return str(copy.run(fault, tests, 1.0)["status"])
 
@@ -178,7 +203,7 @@ def test_fault_is_killed_where_a_test_notices_it(tiny: Tree, tmp_path: Path) -> 
     finally:
         copy.close()
     never_called = LIMITS.splitlines().index("    return 1") + 1
-    assert never_called not in coverage.lines("tiny/limits.py")
+    assert never_called not in measured.lines("tiny/limits.py")
     assert (tiny.root / "tiny/limits.py").read_text() == LIMITS
 
 

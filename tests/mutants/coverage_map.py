@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import coverage
 
@@ -52,19 +52,37 @@ class CoverageMap:
         return set(self._data.lines(f"{self._root}/{file}") or ())
 
     def tests(self, file: str, first_line: int, last_line: int) -> list[str]:
-        """Tests that passed and ran one of the lines, cheapest first; then those of files of which some test did so in
-        another process. For a line that only the import ran: tests that ran other lines of the file, most lines first.
+        """Tests that passed and ran one of the lines; then those of files of which some test did so in another process.
+        For a line that only the import ran: tests that ran other lines of the file. See `_nearest_first` for the order.
         """
         by_line = self._data.contexts_by_lineno(f"{self._root}/{file}")
         contexts = {context for line in range(first_line, last_line + 1) for context in by_line.get(line, ())}
-        num_lines: Counter[str] = Counter()
         if not contexts - {""}:
-            num_lines.update(context for each in by_line.values() for context in each)
-            contexts = {*num_lines}
-        tests = sorted(contexts & self.seconds.keys(), key=lambda test: (-num_lines[test], self.seconds[test], test))
-        files = sorted(contexts & self._tests_of_file.keys())
-        others = {test for each in files for test in self._tests_of_file[each]} - {*tests}
-        return tests + sorted(others, key=lambda test: (self.seconds[test], test))
+            contexts = {context for each in by_line.values() for context in each}
+        tests = contexts & self.seconds.keys()
+        files = contexts & self._tests_of_file.keys()
+        others = {test for each in files for test in self._tests_of_file[each]} - tests
+        return self._nearest_first(file, tests) + self._nearest_first(file, others)
+
+    def _nearest_first(self, file: str, tests: Collection[str]) -> list[str]:
+        """Tests of the module, of its room, others; in each of these, one case of every test before the second cases of
+        any, cheapest first. The cheapest of all are mostly many cases of one test that has to do with something else.
+        """
+        num_cases: Counter[str] = Counter()
+        keys = {}
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+            name = test.partition("[")[0]
+            num_cases[name] += 1
+            keys[test] = (_distance(file, test), num_cases[name], self.seconds[test])
+        return sorted(keys, key=keys.__getitem__)
+
+
+def _distance(file: str, test: str) -> int:
+    """0: the test's file is named for the module; 1: it is in the folder of the module's; 2: neither."""
+    module, test_file = PurePosixPath(file), PurePosixPath(test.partition("::")[0])
+    if test_file.name == f"test_{module.name}":
+        return 0
+    return 1 if test_file.parent.parts[1:] == module.parent.parts[1:] else 2
 
 
 def measure(tree: Tree, package: str, tests: Sequence[str], folder: Path, jobs: int = 1) -> None:

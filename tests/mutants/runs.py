@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.golden.tree import Tree
 from tests.mutants.faults import Fault
 
-MAX_TESTS = 60
+MAX_TESTS = 200
 MAX_SECONDS = 120.0
 """Of the tests that run against one fault, as they took without it."""
 START_SECONDS = 120.0
