@@ -16,7 +16,7 @@ EQUIVALENTS = Path(__file__).with_name("equivalents.toml")
 
 @dataclass(frozen=True)
 class Equivalent:
-    """A fault that no test can notice. `line` becomes `mutated`, both as `Fault.lines` gives them."""
+    """A fault that no test should notice. `line` becomes `mutated`, both as `Fault.lines` gives them."""
 
     file: str
     function: str
