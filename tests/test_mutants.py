@@ -127,6 +127,17 @@ def test_message_of_an_exception_has_no_faults() -> None:
     assert changes_of("raise ValueError('negative')") == {"pass"}
 
 
+def test_statement_runs_at_import_when_no_function_holds_it() -> None:
+    source = "x = 1\nclass A:\n    y = 2\n    def f(self):\n        z = 3\n        class B:\n            w = 4\n"
+    statements = statements_of("quire/room/module.py", source)
+    assert [(each.lines.start, each.runs_at_import) for each in statements] == [
+        (1, True),
+        (3, True),
+        (5, False),
+        (7, False),
+    ]
+
+
 def test_drawing_is_the_same_for_equal_seeds_and_spreads_over_rooms() -> None:
     sources = {f"quire/server/{room}/a.py": f"x = {'1 + ' * 3}1\n" * 20 for room in ("first", "second")}
     statements = [each for file, source in sources.items() for each in statements_of(file, source)]
@@ -161,9 +172,9 @@ def test_covering_tests_are_ordered_by_nearness_then_cases_then_seconds(tmp_path
     (tmp_path / "tests.json").write_text(json.dumps({**seconds, "tests/server/room/test_other.py::test_else": 0.1}))
     measured = CoverageMap(tmp_path)
     assert measured.lines("quire/server/room/module.py") == {1, 5}
-    assert measured.tests("quire/server/room/module.py", 4, 6) == [*seconds]
-    assert measured.tests("quire/server/room/module.py", 1, 1) == [*seconds], "only the import ran it"
-    assert measured.tests("quire/server/room/unknown.py", 1, 1) == []
+    assert measured.tests("quire/server/room/module.py", [4, 5]) == [*seconds]
+    assert measured.tests("quire/server/room/module.py", [1]) == [], "only an import ran it"
+    assert measured.tests("quire/server/room/unknown.py", [1]) == []
 
 
 @pytest.fixture
@@ -191,7 +202,7 @@ def test_fault_is_killed_where_a_test_notices_it(tiny: Tree, tmp_path: Path) -> 
 
     def outcome(mutation: str) -> str:
         fault = by_mutation[mutation]
-        tests = measured.tests("tiny/limits.py", fault.line, fault.line)
+        tests = measured.tests("tiny/limits.py", [fault.line])
         assert len(tests) == mutation.count("18") * 2 + mutation.count("65")
         return str(copy.run(fault, tests, 1.0)["status"])
 

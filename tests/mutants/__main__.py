@@ -105,7 +105,7 @@ class Session:
 
     def _covered(self, file: str, statements: Iterable[Statement]) -> list[Statement]:
         lines = self._coverage.lines(file)
-        return [each for each in statements if not lines.isdisjoint(range(each.first_line, each.last_line + 1))]
+        return [each for each in statements if not lines.isdisjoint(each.lines)]
 
     def find(self, results: Iterable[Result]) -> list[Fault]:
         """The faults of an earlier run that survived, wherever their lines are now."""
@@ -140,8 +140,7 @@ class Session:
         result = self._describe(fault)
         if reason := next((each.reason for each in self._equivalents if each.is_of(fault, source)), None):
             return result | {"status": "equivalent", "reason": reason}
-        statement = next(each for each in self._statements[fault.file] if fault in each.faults)
-        tests = self._coverage.tests(fault.file, statement.first_line, statement.last_line)
+        tests = self._coverage.tests(fault.file, self._lines_that_notice(fault))
         if not tests:
             return result | {"status": "no test"}
         chosen = bounded(tests, self._coverage.seconds)
@@ -152,6 +151,14 @@ class Session:
             copies.put(copy)
         result |= {"tests": len(chosen), "tests_left_out": len(tests) - len(chosen), **outcome}
         return result | ({"ran": chosen, "diff": diff_of(fault, source)} if outcome["status"] == "survived" else {})
+
+    def _lines_that_notice(self, fault: Fault) -> set[int]:
+        """The statement's; of one that runs when the module is imported, by whomever, those of all functions."""
+        statements = self._statements[fault.file]
+        statement = next(each for each in statements if fault in each.faults)
+        if not statement.runs_at_import:
+            return {*statement.lines}
+        return {line for each in statements if not each.runs_at_import for line in each.lines}
 
     def _describe(self, fault: Fault) -> Result:
         line, mutated = fault.lines(self.source_of(fault.file))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -51,14 +51,12 @@ class CoverageMap:
         """The lines that ran, be it while the module was imported."""
         return set(self._data.lines(f"{self._root}/{file}") or ())
 
-    def tests(self, file: str, first_line: int, last_line: int) -> list[str]:
+    def tests(self, file: str, lines: Iterable[int]) -> list[str]:
         """Tests that passed and ran one of the lines; then those of files of which some test did so in another process.
-        For a line that only the import ran: tests that ran other lines of the file. See `_nearest_first` for the order.
+        See `_nearest_first` for the order.
         """
         by_line = self._data.contexts_by_lineno(f"{self._root}/{file}")
-        contexts = {context for line in range(first_line, last_line + 1) for context in by_line.get(line, ())}
-        if not contexts - {""}:
-            contexts = {context for each in by_line.values() for context in each}
+        contexts = {context for line in lines for context in by_line.get(line, ())}
         tests = contexts & self.seconds.keys()
         files = contexts & self._tests_of_file.keys()
         others = {test for each in files for test in self._tests_of_file[each]} - tests

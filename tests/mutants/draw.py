@@ -43,7 +43,7 @@ def draw(statements: Sequence[Statement], count: int, seed: int, source_of: Call
     """One fault in each of `count` equally long parts of the statements, which are ordered by rooms and files. So
     every room has its share. A part in which nothing can be made wrong has none.
     """
-    ordered = sorted(statements, key=lambda each: (room_of(each.file), each.file, each.first_line))
+    ordered = sorted(statements, key=lambda each: (room_of(each.file), each.file, each.lines.start))
     chance = random.Random(seed)
     count = min(count, len(ordered))
     faults = []

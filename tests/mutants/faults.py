@@ -96,12 +96,12 @@ class Fault:
 
 @dataclass
 class Statement:
-    """A statement, or the head of one that has a body; lines are counted from 1, the last is included."""
+    """A statement, or the head of one that has a body; lines are counted from 1."""
 
     file: str
     function: str
-    first_line: int
-    last_line: int
+    lines: range
+    runs_at_import: bool
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -109,7 +109,7 @@ def statements_of(file: str, source: str) -> list[Statement]:
     """The statements in which something can be made wrong, in the order of lines."""
     finder = _Finder(file, source)
     finder.visit_body(ast.parse(source).body, "", None)
-    return sorted((each for each in finder.statements if each.faults), key=lambda each: each.first_line)
+    return sorted((each for each in finder.statements if each.faults), key=lambda each: each.lines.start)
 
 
 def is_valid(fault: Fault, source: str) -> bool:
@@ -130,7 +130,8 @@ class _Finder:
         self._line_starts = [0]
         for line in self._content.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
-        self._statement = Statement(file, "", 0, 0)
+        self._statement = Statement(file, "", range(0), True)
+        self._is_in_function = False
 
     def visit_body(self, body: list[ast.stmt], function: str, returns: ast.expr | None) -> None:
         for node in body:
@@ -139,8 +140,10 @@ class _Finder:
     def _visit_statement(self, node: ast.stmt, function: str, returns: ast.expr | None) -> None:
         if isinstance(node, Function | ast.ClassDef):
             if not _is_left_out(node):
+                outer, self._is_in_function = self._is_in_function, isinstance(node, Function) or self._is_in_function
                 own = None if isinstance(node, ast.ClassDef) else node.returns
                 self.visit_body(node.body, f"{function}.{node.name}".lstrip("."), own)
+                self._is_in_function = outer
             return
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             self.visit_body(node.orelse, function, returns)
@@ -160,7 +163,8 @@ class _Finder:
                 self.visit_body(child.body, function, returns)
 
     def _begin(self, function: str, first_line: int, last_line: int) -> None:
-        self._statement = Statement(self._file, function, first_line, last_line)
+        lines = range(first_line, last_line + 1)
+        self._statement = Statement(self._file, function, lines, not self._is_in_function)
         self.statements.append(self._statement)
 
     def _visit_head(self, node: ast.stmt, returns: ast.expr | None) -> None:
