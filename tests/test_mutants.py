@@ -44,7 +44,7 @@ def test_seniors():
 
 
 def faults_of(source: str) -> list[Fault]:
-    return [fault for each in statements_of("quire/room/module.py", source) for fault in each.faults]
+    return [fault for each in statements_of("module.py", source) for fault in each.faults]
 
 
 def changes_of(source: str) -> set[str]:
@@ -129,7 +129,7 @@ def test_message_of_an_exception_has_no_faults() -> None:
 
 def test_statement_runs_at_import_when_no_function_holds_it() -> None:
     source = "x = 1\nclass A:\n    y = 2\n    def f(self):\n        z = 3\n        class B:\n            w = 4\n"
-    statements = statements_of("quire/room/module.py", source)
+    statements = statements_of("module.py", source)
     assert [(each.lines.start, each.runs_at_import) for each in statements] == [
         (1, True),
         (3, True),
@@ -157,24 +157,24 @@ def test_tests_are_bounded_in_number_and_seconds() -> None:
 def test_covering_tests_are_ordered_by_nearness_then_cases_then_seconds(tmp_path: Path) -> None:
     data = coverage.CoverageData(str(tmp_path / "measured"))
     seconds = {
-        "tests/server/room/test_module.py::test_slow": 2.0,
-        "tests/server/room/test_other.py::test_many[a]": 0.1,
-        "tests/server/room/test_other.py::test_one": 0.5,
-        "tests/server/room/test_other.py::test_many[b]": 0.2,
-        "tests/server/hall/test_hall.py::test_fast": 0.01,
-        "tests/e2e/test_all.py::test_in_another_process": 0.01,
+        "checks/server/room/test_module.py::test_slow": 2.0,
+        "checks/server/room/test_other.py::test_many[a]": 0.1,
+        "checks/server/room/test_other.py::test_one": 0.5,
+        "checks/server/room/test_other.py::test_many[b]": 0.2,
+        "checks/server/hall/test_hall.py::test_fast": 0.01,
+        "checks/e2e/test_all.py::test_in_another_process": 0.01,
     }
-    for context in (*list(seconds)[:-1], "", "tests/e2e/test_all.py"):
+    for context in (*list(seconds)[:-1], "", "checks/e2e/test_all.py"):
         data.set_context(context)
-        data.add_lines({"/tree/quire/server/room/module.py": [1] if context == "" else [5]})
+        data.add_lines({"/tree/package/server/room/module.py": [1] if context == "" else [5]})
     data.write()
     (tmp_path / "root").write_text("/tree")
-    (tmp_path / "tests.json").write_text(json.dumps({**seconds, "tests/server/room/test_other.py::test_else": 0.1}))
+    (tmp_path / "tests.json").write_text(json.dumps({**seconds, "checks/server/room/test_other.py::test_else": 0.1}))
     measured = CoverageMap(tmp_path)
-    assert measured.lines("quire/server/room/module.py") == {1, 5}
-    assert measured.tests("quire/server/room/module.py", [4, 5]) == [*seconds]
-    assert measured.tests("quire/server/room/module.py", [1]) == [], "only an import ran it"
-    assert measured.tests("quire/server/room/unknown.py", [1]) == []
+    assert measured.lines("package/server/room/module.py") == {1, 5}
+    assert measured.tests("package/server/room/module.py", [4, 5]) == [*seconds]
+    assert measured.tests("package/server/room/module.py", [1]) == [], "only an import ran it"
+    assert measured.tests("package/server/room/unknown.py", [1]) == []
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
         (root / folder / "__init__.py").touch()
     shutil.copy(ROOT / "tests/mutants/recorder.py", root / "tests/mutants")
     (root / "tiny/limits.py").write_text(LIMITS)
-    (root / "tests/test_limits.py").write_text(TESTS)
+    (root / "tests" / "test_limits.py").write_text(TESTS)
     (root / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     return Tree("tiny", root)
 
@@ -210,7 +210,7 @@ def test_fault_is_killed_where_a_test_notices_it(tiny: Tree, tmp_path: Path) -> 
         assert outcome("return age > 18") == "killed"
         assert outcome("return age > 65") == "survived", "no test is of 65 years"
         assert outcome("return age < 65") == "killed"
-        assert copy.run(by_mutation["return age > 65"], ["tests/test_limits.py::test_gone"], 1.0)["status"] == "error"
+        assert copy.run(by_mutation["return age > 65"], ["tests::test_gone"], 1.0)["status"] == "error"
     finally:
         copy.close()
     never_called = LIMITS.splitlines().index("    return 1") + 1

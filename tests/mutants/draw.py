@@ -35,7 +35,7 @@ def read_equivalents(path: Path = EQUIVALENTS) -> list[Equivalent]:
 
 
 def room_of(file: str) -> str:
-    """`server/routes` of quire/server/routes/chat.py."""
+    """`server/routes` of quire/server/routes/web_pages.py."""
     return "/".join(PurePosixPath(file).with_suffix("").parts[1:3])
 
 
