@@ -21,7 +21,7 @@ CPP     := $(wildcard quire/kernels/cpu/*.h quire/kernels/cpu/*.cpp quire/kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house clients agents all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house mutants clients agents all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
@@ -32,6 +32,8 @@ help:
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
 	@echo 'make golden BASE=commit [ARGS="--only http"]    what users and files see, of that commit and this checkout'
 	@echo 'make house [ARGS=participles]    counts of what makes code hard to read, or the places of one of them'
+	@echo 'make mutants [SEED=1] [COUNT=200] [PATHS=quire/server] [TESTS=tests/server] [JOBS=1] [RESUME=1] [AGAIN=results]'
+	@echo '    faults that no test notices'
 	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
 	@echo 'make first-flight    make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
@@ -156,6 +158,12 @@ golden: $(READY)
 # Counts of what makes code hard to read.
 house: $(READY)
 	@$(BIN)/python -m tests.house $(ARGS)
+
+# Faults of SEED that no test notices, of COUNT. PATHS of quire/ have the faults, TESTS are run (default: all). RESUME=1 goes on
+# after a run that was cut; AGAIN=file tries the survivors of that file of results once more.
+mutants: $(READY)
+	@$(BIN)/python -m tests.mutants $(SEED:%=--seed %) $(COUNT:%=--count %) $(if $(PATHS),--paths $(PATHS)) \
+		$(if $(TESTS),--tests $(TESTS)) $(JOBS:%=--jobs %) $(if $(RESUME),--resume) $(AGAIN:%=--again %)
 
 # In neither tier: what depends on PyTorch's version, with several of them. Each has an environment of its
 # own in front of this one. TORCH_INDEX: PyTorch's index of its builds for CPUs; the default builds are gigabytes.
