@@ -59,7 +59,7 @@ RETRY_AFTER_SECONDS = "1"
 UNEXPECTED_MESSAGE = "The server had an error while processing your request. The log has details"
 
 
-_TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ (?:has|have) (?:about )?(\d+) tokens")
+_TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
 """Matches the message of a ContextLengthExceeded."""
 
 

@@ -63,7 +63,7 @@ async def test_request_that_segfaults_engine_is_quarantined_among_64(replicas: i
     assert server.metric("quire:quarantined_requests_total") == 1
     assert server.stop() == 0
     log = server.log.read_text()
-    assert len(re.findall(r"the engine was killed by SIGSEGV; \d+ open requests go on", log)) == deaths
+    assert len(re.findall(r"the engine was killed by SIGSEGV; \d+ open requests continue on a new one", log)) == deaths
     assert len(re.findall(rf"request cmpl-\S+: {MESSAGE}", log)) == 1
     assert "Traceback" not in log
 

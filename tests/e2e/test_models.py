@@ -109,7 +109,7 @@ async def test_models_load_on_request_and_at_most_two_are_awake(server: Server) 
         gone = await http.post("/v1/completions", json=body("gone"))
         assert (gone.status_code, "cannot be loaded" in gone.text) == (503, True)
         huge = await http.post("/v1/completions", json=body("huge"))
-        assert (huge.status_code, "needs 2.26 GiB awake" in huge.text) == (503, True), huge.text
+        assert (huge.status_code, "needs 2.26 GiB while awake" in huge.text) == (503, True), huge.text
         assert sum(state == "awake" for state in (await model_states(http)).values()) > 0  # no model was evicted for it
         error = (await http.post("/v1/completions", json=body("none"))).json()["error"]
         assert (error["code"], error["param"]) == ("model_not_found", "model")

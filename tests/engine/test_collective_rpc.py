@@ -47,7 +47,7 @@ def test_collective_rpc_runs_function_and_names_failing_rank() -> None:
     with pytest.raises(InvalidRequest, match="a function must be importable from a module"):
         llm.collective_rpc(lambda worker: None)
     llm.sleep()
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(EngineError, match="is asleep"):
         llm.collective_rpc("describe")
 
 

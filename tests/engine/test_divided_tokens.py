@@ -143,7 +143,7 @@ def test_context_parallel_serves_context_larger_than_one_rank(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
-        ("llama", {"attention_backend": "sdpa"}, "sdpa: does not tell"),
+        ("llama", {"attention_backend": "sdpa"}, "sdpa: does not return the log-sum-exp"),
         ("llama", {"tensor_parallel_size": 4}, "all ranks of tensor_parallel_size, 4"),
         ("lfm2", {}, "state of a whole sequence"),
         ("qwen3_5", {}, "state of a whole sequence"),

@@ -37,7 +37,7 @@ def engine_of(path: Path, name: str) -> EngineCore:
 
 
 def test_custom_executor_cls_runs_batches(tmp_path: Path) -> None:
-    engine = engine_of(save_tiny_model(tmp_path, "llama"), f"{__name__}:Noting")
+    engine = engine_of(save_tiny_model(tmp_path, "llama"), f"{__name__}:NotedExecutor")
     launched.clear()
     engine.add_request(
         EngineCoreRequest(id="a", prompt_ids=[5] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0)

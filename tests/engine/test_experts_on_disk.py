@@ -156,7 +156,7 @@ def test_experts_on_disk_work_with_ranks_stages_drafts_and_preemption(
     [
         ("mixtral", {"attention_backend": "reference"}, "weights_on_disk: backend 'reference' reads no weights"),
         ("mixtral", {"weights_in_memory": 1e-7}, "weights_on_disk: an expert takes .* bytes, more than"),
-        ("mixtral", {"weights_on_disk": None, "weights_in_memory": 1.0}, "weights_in_memory: says how many GiB"),
+        ("mixtral", {"weights_on_disk": None, "weights_in_memory": 1.0}, "weights_in_memory: is how many GiB"),
         ("mixtral", {"weights_on_disk": "/proc/x"}, "weights_on_disk: /proc/x: "),
     ],
 )

@@ -162,5 +162,5 @@ def test_latent_kv_blocks_load_from_tiers(kv: str, tmp_path: Path) -> None:
 def test_mla_is_rejected_on_mps(folder: Path) -> None:
     config = read_model_config(model(folder, "deepseek_v2"))
     check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
-    with pytest.raises(ConfigError, match=r"latent attention .* GPUs of CUDA's alone so far: --device cpu"):
+    with pytest.raises(ConfigError, match=r"latent attention .* only on CPUs and CUDA GPUs so far: --device cpu"):
         check_device_supports_attention(torch.device("mps"), config, decoder_spec(config))

@@ -181,7 +181,7 @@ def test_streamed_layers_are_evenly_spaced_within_memory_bound() -> None:
         ({"attention_backend": "reference"}, "weights_on_disk: backend 'reference' reads no weights"),
         ({"weights_in_memory": 1e-7}, "weights_on_disk: 2 layers have memory at a time, .* bytes"),
         ({"model_impl": "transformers"}, "weights_on_disk: the model's layers are computed by transformers' class"),
-        ({"weights_on_disk": None, "cpu_offload_gb": 1.0}, "cpu_offload_gb: a CPU's weights are in the host's memory"),
+        ({"weights_on_disk": None, "cpu_offload_gb": 1.0}, "cpu_offload_gb: it is only for GPUs"),
     ],
 )
 def test_layers_on_disk_reject_unsupported_settings(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_mtp_rejects_unsupported_settings_and_models(folder: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"mtp uses the MTP layer of the served model, not x"):
         EngineConfig(model="y", speculative_config=SpeculativeConfig(method="mtp", model="x"))
     bare = save_tiny_model(tmp_path / "bare", "llama")
-    with pytest.raises(ConfigError, match=r"speculative_config: mtp: .* bare has no layer that guesses tokens"):
+    with pytest.raises(ConfigError, match=r"speculative_config: mtp: .* bare has no MTP layer"):
         started(bare)
     with pytest.raises(ConfigError, match=r"'mtp' needs all layers in one process"):
         started(model(folder, "qwen3_5"), pipeline_parallel_size=2)

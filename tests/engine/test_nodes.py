@@ -293,7 +293,10 @@ def test_missing_node_ends_start_after_timeout() -> None:
         ({"node_rank": 1}, "node_rank: machine 1 is not one of the 1 of nnodes"),
         ({"nnodes": 2, "pipeline_parallel_size": 2}, "nnodes: .* pipeline_parallel_size"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "nnodes: .* data_parallel_size"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"}, "master_addr: 0.0.0.0 is no address"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"},
+            "master_addr: other machines cannot reach 0.0.0.0",
+        ),
     ],
 )
 def test_invalid_multi_node_settings_are_rejected(settings: dict[str, Any], wrong: str) -> None:
@@ -304,7 +307,7 @@ def test_invalid_multi_node_settings_are_rejected(settings: dict[str, Any], wron
 def test_invalid_master_addr_and_node_rank_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"master_addr, master_port: cannot listen on 192\.0\.2\.1:"):
         engine(DEMO_MODEL, **told() | {"master_addr": "192.0.2.1"})
-    with pytest.raises(ConfigError, match=r"master_addr: .no\.such\.host\.invalid. is no address"):
+    with pytest.raises(ConfigError, match=r"master_addr: .no\.such\.host\.invalid. is not the address"):
         engine(DEMO_MODEL, **told() | {"master_addr": "no.such.host.invalid"})
-    with pytest.raises(ConfigError, match="node_rank: machines but the first"):
+    with pytest.raises(ConfigError, match="node_rank: machines other than the first"):
         engine(DEMO_MODEL, **told() | {"node_rank": 1})

@@ -16,7 +16,7 @@ from quire.engine.engine_core import EngineCore
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
-BROKEN = f"{__name__}:Broken"
+BROKEN = f"{__name__}:BrokenScheduler"
 PROMPTS = {"long": [5] * 40, "short": [6] * 3, "middle": [7] * 20}
 
 
@@ -106,5 +106,5 @@ def test_disable_sliding_window_limits_context_to_window(tmp_path: Path) -> None
 def test_block_size_is_applied_or_rejected(tmp_path: Path) -> None:
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=60)
     assert EngineCore(config.model_copy(update={"block_size": 16})).info.block_size == 16
-    with pytest.raises(ConfigError, match=r"its blocks have 16 tokens, not 32 \(block_size\); reference: its pages"):
+    with pytest.raises(ConfigError, match=r"its blocks have 16 tokens, not 32 \(block_size\); reference: its blocks"):
         EngineCore(config.model_copy(update={"block_size": 32}))

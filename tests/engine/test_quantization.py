@@ -181,13 +181,13 @@ def test_online_quantization_of_quantized_checkpoint_is_rejected(tmp_path: Path)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     for method in ("int8", "awq"):
-        with pytest.raises(ConfigError, match=f"quantization: {method} is asked for, but .* are gptq"):
+        with pytest.raises(ConfigError, match=f"quantization: {method} was given, but .* are gptq"):
             engine(path, quantization=method)
 
 
 def test_vllm_quantization_name_must_match_checkpoint(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    with pytest.raises(ConfigError, match=r"quantization: gptq_marlin is asked for, but .* are not quantized"):
+    with pytest.raises(ConfigError, match=r"quantization: gptq_marlin was given, but .* are not quantized"):
         engine(path, quantization="gptq_marlin")
     assert EngineConfig(quantization="fp8").without_redundant_quantization("fp8").quantization is None
     assert EngineConfig(quantization="fp8").without_redundant_quantization("gptq").quantization == "fp8"

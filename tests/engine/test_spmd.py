@@ -516,7 +516,7 @@ def test_draft_heads_are_rejected_on_several_gpus(tmp_path: Path, monkeypatch: p
     speculative_config: Any = {"method": "eagle", "model": "x"}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), speculative_config=speculative_config, **BASE)
     chosen = replace(choose_device_plan(config, read_model_config(tmp_path)), device=torch.device("cuda"))
-    with pytest.raises(ConfigError, match="speculative_config: 'eagle' does not go with"):
+    with pytest.raises(ConfigError, match="speculative_config: 'eagle' does not run on"):
         rank_startup.check_tensor_parallel(config, chosen, weights_are_tensors=False)
 
 

@@ -104,7 +104,7 @@ def test_sliding_window_tokens_equal_engine_that_keeps_all_blocks(
             assert actual == expected, name
         assert (other.engine_stats.preemptions > 0) == (name == "preempted")
         assert other.info.page_groups == (1 if name == "tiers" else 4)
-        assert ("keep all tokens, for kv_offload_memory" in " ".join(other.info.notes)) == (name == "tiers")
+        assert ("keep all tokens, because kv_offload_memory" in " ".join(other.info.notes)) == (name == "tiers")
 
 
 @pytest.mark.usefixtures("four_windows")

@@ -113,7 +113,7 @@ def test_sampling_defaults_follow_generation_config_settings(tmp_path: Path) -> 
     ("settings", "said"),
     [
         ({"generation_config": "/nowhere"}, "generation_config: .*no generation_config.json in '/nowhere'"),
-        ({"override_generation_config": {"num_beams": 2}}, "num_beams is no default that requests have"),
+        ({"override_generation_config": {"num_beams": 2}}, "num_beams is not a sampling default"),
         ({"override_generation_config": {"temperature": -1}}, "override_generation_config: temperature"),
         ({"override_generation_config": {"max_new_tokens": 0}}, "max_new_tokens: expected an integer of 1 or more"),
     ],

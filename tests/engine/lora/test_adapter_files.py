@@ -141,7 +141,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "DoRA's tensors": (
         with_tensors({f"{Q}.lora_magnitude_vector": torch.zeros(64)}),
-        "q_proj.lora_magnitude_vector' is no adapter's tensor",
+        "q_proj.lora_magnitude_vector' is not a LoRA tensor",
     ),
 }
 

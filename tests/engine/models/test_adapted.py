@@ -61,7 +61,7 @@ def alone(engine: EngineCore, **params: object) -> dict[str, Answer]:
 
 def test_transformers_class_is_used_and_noted_without_family_file(laguna: str, tmp_path: Path) -> None:
     engine = engine_of(laguna)
-    assert engine.info.notes[0].startswith("transformers' LagunaForCausalLM computes it, on Quire's pages")
+    assert engine.info.notes[0].startswith("transformers' LagunaForCausalLM computes it, with Quire's KV cache")
     assert "LagunaForCausalLM of transformers" in engine.info.backend, "its fingerprint is another"
     assert engine.info.deterministic
     native_engine = engine_of(save_tiny_model(tmp_path, "qwen3"))

@@ -123,8 +123,8 @@ def test_llm_serves_lora_on_class_and_rejects_unknown_tensors(tmp_path: Path) ->
     )
     assert adapted_tokens != llm.generate(prompt, params)[0].outputs[0].token_ids
     for name, targets, message in (
-        ("embedding", ("embed_tokens",), "embed_tokens.lora_embedding_A' is no adapter's tensor"),
-        ("other", ("w1",), "w1.lora_A.weight' is no adapter's tensor"),
+        ("embedding", ("embed_tokens",), "embed_tokens.lora_embedding_A' is not a LoRA tensor"),
+        ("other", ("w1",), "w1.lora_A.weight' is not a LoRA tensor"),
     ):
         model = base if name == "embedding" else torch.nn.ModuleDict({"w1": torch.nn.Linear(4, 4)})
         folder = save_adapter(tmp_path / name, model, 4, targets=targets)

@@ -82,7 +82,7 @@ def test_tensor_parallel_class_with_lora_or_quantization(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "ranks", "said"),
     [
-        ("persimmon", 2, "PersimmonForCausalLM has no plan of tensor parallelism"),
+        ("persimmon", 2, "PersimmonForCausalLM has no tensor-parallel plan"),
         ("laguna", 3, "3 ranks do not divide 64 numbers"),
         ("laguna", 4, "LagunaForCausalLM"),
         ("longcat_flash", 2, "its tensor-parallel plan"),

@@ -357,7 +357,7 @@ def test_request_needing_too_many_lexer_states_fails(model: Path, monkeypatch: p
         ended |= {output.id: output for output in engine.step() if output.finish_reason}
     assert (ended["date"].finish_reason, ended["endless"].finish_reason) == ("stop", "error")
     assert ended["endless"].cause == "grammar"
-    assert "needs more than a lexer of 100 states" in (ended["endless"].error or "")
+    assert "needs more than a lexer with 100 states" in (ended["endless"].error or "")
 
 
 def test_large_lexers_are_bounded_and_freed_with_slot(monkeypatch: pytest.MonkeyPatch) -> None:

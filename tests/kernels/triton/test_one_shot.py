@@ -290,7 +290,7 @@ def test_connect_one_shot_shares_rank_memory() -> None:
 def test_connect_one_shot_returns_none_when_peer_access_fails(fails: str, caplog: pytest.LogCaptureFixture) -> None:
     """One rank fails, and none uses one-shot sums. Each logs the reason."""
     assert connect_two_ranks(SharedStorages(fails)) == [None, None]
-    assert "NCCL alone: RuntimeError: peer access is not supported" in caplog.text
+    assert "only NCCL: RuntimeError: peer access is not supported" in caplog.text
     assert "cannot reach all others" in caplog.text
 
 

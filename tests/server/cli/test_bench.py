@@ -534,7 +534,7 @@ def test_sharegpt_prompts_request_output_length_of_dataset(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--dataset-name", "hf", "--dataset-path", "OWNER/SET"], "hf would be fetched from elsewhere"),
+        (["--dataset-name", "hf", "--dataset-path", "OWNER/SET"], "hf would be downloaded"),
         (["--dataset-name", "sharegpt"], "sharegpt needs --dataset-path"),
         (["--goodput", "speed:3"], "must be ttft:MS"),
         (["--extra-body", "3"], "must be a JSON object"),

@@ -58,7 +58,7 @@ def test_unusable_output_path_prints_one_line(out: str, says: str, tmp_path: Pat
     ("kind", "says"),
     [
         ("rwkv", "config.json: model_type: Quire does not serve rwkv"),
-        ("bert", "'bert' is not of the families"),
+        ("bert", "'bert' does not belong to a family"),
         ("gpt_oss", "'gpt_oss' stores its experts as no compressed-tensors"),
     ],
 )

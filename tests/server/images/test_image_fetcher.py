@@ -90,7 +90,7 @@ async def test_fetcher_returns_image_directly_and_after_redirect(server: str, pa
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("/none", "status 404"), ("/on", "leads on more than 3 times"), ("/endless", "MiB"), ("/file", "http or https")],
+    [("/none", "status 404"), ("/on", "redirects more than 3 times"), ("/endless", "MiB"), ("/file", "http or https")],
 )
 async def test_fetcher_rejects_errors_endless_bodies_and_bad_redirects(server: str, path: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
@@ -119,7 +119,7 @@ async def test_fetcher_rejects_redirect_to_internal_host(server: str) -> None:
     with pytest.raises(InvalidRequest, match="not on the public network"):
         await public.fetch_images({f"{server}/inside": WHERE}, lambda size: None)
     limited = ImageFetcher(["localhost"], lambda address: True)
-    with pytest.raises(InvalidRequest, match=r"not fetched from 169\.254\.169\.254"):
+    with pytest.raises(InvalidRequest, match=r"does not download images from 169\.254\.169\.254"):
         await limited.fetch_images({f"{server}/inside": WHERE}, lambda size: None)
 
 
@@ -137,7 +137,7 @@ async def test_fetcher_rejects_host_with_any_private_address() -> None:
 @pytest.mark.parametrize(
     ("url", "domains", "said"),
     [
-        ("http://evil.example/a.png", ["example.com"], "not fetched from evil.example"),
+        ("http://evil.example/a.png", ["example.com"], "does not download images from evil.example"),
         ("http://example.com.evil.example/a.png", ["*.example.com", "example.com"], "does not download images from"),
         ("http://notexample.com/a.png", ["*.example.com"], "does not download images from"),
         ("http://user:pw@example.com/a.png", ["*"], "without a user name"),
@@ -152,7 +152,7 @@ async def test_fetcher_rejects_disallowed_urls(url: str, domains: list[str], sai
 
 async def test_fetcher_times_out_on_silent_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_fetcher, "FETCH_TIMEOUT", 0.2)
-    late = pytest.raises(InvalidRequest, match=r"did not come within 0\.2 seconds")
+    late = pytest.raises(InvalidRequest, match=r"did not arrive within 0\.2 seconds")
     with socket.create_server(("127.0.0.1", 0)) as silent, late:
         await fetch_image(f"http://127.0.0.1:{silent.getsockname()[1]}/", anywhere=True)
 

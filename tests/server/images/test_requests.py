@@ -230,7 +230,7 @@ PNG = file_of(picture(1, 90, 90))
         ("data:image/png,abc", "in base64"),
         ("file:///etc/passwd", "must be a data: URL"),
         ("ftp://127.0.0.1/a.png", "must be a data: URL"),
-        ("http://127.0.0.1/a.png", "not fetched from 127.0.0.1 here (--allowed-media-domains)"),
+        ("http://127.0.0.1/a.png", "does not download images from 127.0.0.1 (--allowed-media-domains)"),
         ("", "must be a data: URL"),
     ],
 )

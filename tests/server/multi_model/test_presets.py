@@ -135,12 +135,12 @@ async def test_model_table_can_set_system_message(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ('[a]\nmodel = "small"\ndtype = "float32"\n', "a: dtype is an engine setting: set it in the table of small"),
-        ('[a]\nmodel = "b"\n[b]\nmodel = "small"\n', "a: model: b is a name too"),
+        ('[a]\nmodel = "b"\n[b]\nmodel = "small"\n', "a: model: b is itself a preset"),
         ('[a]\nmodel = "small"\nsystem = 3\n', "a: system: must be a text"),
         ('[a]\nmodel = "small"\nparameters = 3\n', "a: parameters: must be a table"),
         ('[a]\nmodel = "small"\nparameters = {n = 2}\n', "a: parameters.n: there are temperature"),
         ('[a]\nmodel = "small"\nparameters = {temperature = 9}\n', "a: parameters.*temperature"),
-        ('[a]\nmodel = "small"\nserved_model_name = ["small"]\n', "small is called 'small' twice"),
+        ('[a]\nmodel = "small"\nserved_model_name = ["small"]\n', "small uses the name 'small' twice"),
         ('[a]\nmodel = "small"\nserved_model_name = "x"\n', "a: served_model_name: must be a list"),
     ],
 )

@@ -71,7 +71,10 @@ async def test_late_developer_message_is_rejected_when_adaptation_is_off(
     async with open_api(engine(), chat_template=TEMPLATE, adapt_conversations="off") as api:
         response = await api.http.post(path, json=body)
         assert response.status_code == 400
-        assert f"{adapted.rpartition(' at ')[2]}: the chat template does not take it as it is" in response.text
+        assert (
+            f"{adapted.rpartition(' at ')[2]}: the chat template does not accept this conversation unchanged"
+            in response.text
+        )
         assert not api.engine.seen
 
 

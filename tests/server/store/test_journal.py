@@ -10,7 +10,7 @@ from quire.server.store.database import ROW_OVERHEAD_BYTES
 from quire.server.store.journal import JournaledCall, PinnedReplayFields
 from tests.server.store.test_response_store import BIG, response
 
-OVER, LATER = time.time() - 1, time.time() + 1000
+OVER, LATER = time.time() - 1, time.time() + 1_000_000
 
 
 def call(id: str, key: str | None = None, body: bytes = b"{}") -> JournaledCall:

@@ -117,7 +117,7 @@ async def test_stalled_worker_is_ended_and_busy_worker_finishes(monkeypatch: pyt
         standing = [asyncio.create_task(run_limited(pool, work)) for work in (works.stopped, works.asleep)]
         assert await run_limited(pool, works.busy, b"0.6") == "done", "who computes may take longer"
         for each in standing:
-            with pytest.raises(Overloaded, match="stood still"):
+            with pytest.raises(Overloaded, match="hung and was stopped"):
                 await each
         assert not pool.num_busy
 
