@@ -1,4 +1,4 @@
-"""Quire's public face: `from quire import LLM, SamplingParams`. Importing it is cheap; a name loads when first used."""
+"""Quire's public names: `from quire import LLM, SamplingParams`. Import is cheap; a name loads when first used."""
 
 from __future__ import annotations
 

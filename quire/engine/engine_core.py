@@ -142,11 +142,11 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Record of the step that the last `step` call got results of; None if it got none."""
+        """Record of the step that gave the last `step` call its results; None if none did."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return the step's outputs, including outputs of adds and aborts."""
+        """Includes outputs of adds and aborts."""
         outputs = self._step_runner.run_step()
         self.scheduler.kv_cache_manager.publish_events()
         return outputs

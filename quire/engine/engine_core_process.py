@@ -1,4 +1,4 @@
-"""The engine process serves an engine core to its parent over a socket."""
+"""Serves an engine core to the parent process over a socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""Time for the parent to read the error; its imports are slow."""
+"""Time for the parent, with its slow imports, to read the error."""
 
 
 class EngineChange(NamedTuple):
@@ -45,7 +45,7 @@ class EngineChange(NamedTuple):
 
 
 class EngineLetGo(Exception):
-    """Raised by calls answered after the engine is released."""
+    """Raised by calls that are answered after the engine is released."""
 
     def __init__(self, config: EngineConfig | None) -> None:
         super().__init__()
@@ -90,12 +90,12 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     try:
         engine, failure = EngineCore(config, heartbeat), None
         call_id = START
-        # a rebuilt engine keeps the context and blocks
+        # a rebuilt engine keeps context and block count
         config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:
             _send_message(socket, make_result(call_id, EngineStarted(engine.info, failure)))
             engine.executor.preload_grammar_compiler()
-            gc.freeze()  # exempts long-lived objects from garbage collection
+            gc.freeze()  # exempt long-lived objects from garbage collection
             call_id, wanted = _run_until_change(engine, socket)
             engine.shut_down()
             del engine

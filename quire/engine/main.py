@@ -1,7 +1,7 @@
 """`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process. Its configuration is a line of JSON on stdin.
 
-Torch is imported last, because three threads must run first: heartbeats to the parent, exit when the parent is gone,
-and telling signals of other processes from this process's own faults.
+Torch is imported last, because three threads must run first. They send heartbeats to the parent, exit when the parent
+is gone, and distinguish other processes' signals from this process's own faults.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def block_fault_signals() -> None:
 
 
 def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
-    """Report a signal's sender to the parent, then let it end the process."""
+    """Report a signal's sender to the parent, then let the signal end the process."""
 
     def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
-        # si_code is above 0 if the kernel sent the signal, otherwise a process did (man 2 sigaction).
+        # si_code is above 0 if the kernel sent the signal; else a process did (man 2 sigaction).
         if info.si_code <= 0 and info.si_pid != os.getpid():
             heartbeat.report_fault_signal(info.si_pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {info.si_signo})
@@ -47,7 +47,7 @@ def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
 
 
 def run_node(config: EngineConfig) -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it prints a page of warnings when machine 0 ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints a page of warnings when machine 0 ends
     from quire.engine.worker_node import run_worker_node_until_signal
 
     return run_worker_node_until_signal(config)
@@ -65,7 +65,7 @@ def main() -> None:
     from quire.engine.common.config import EngineConfig
 
     config = EngineConfig.model_validate_json(line)
-    os.nice(config.niceness)  # this thread and those started from here on
+    os.nice(config.niceness)  # this thread and later ones
 
     from quire.engine.engine_core_process import run_engine_core
 

@@ -18,20 +18,20 @@ _ALREADY_DONE = "this is always so"
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
     text: str
-    """Why it changes nothing, or what to do instead."""
+    """Why the flag changes nothing, or what to do instead."""
     is_harmless: bool
     value_kind: str
-    """"" no value, "=" one, "+" any number."""
+    """No value: "". One: "=". Any number: "+"."""
     default_values: tuple[str, ...] = ()
     """Values without effect."""
 
     def redundancy_reason(self, value: str) -> str:
-        """ "": this value would have an effect."""
+        """Empty if this value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`, or ""."""
+    """`did you mean …?`, or empty."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -53,7 +53,7 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """ "": not a redundant value. `name`: without dashes."""
+    """Empty if the value is not redundant. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
@@ -65,7 +65,7 @@ def is_server_only(name: str) -> bool:
 
 @cache
 def flag_aliases() -> Mapping[str, str]:
-    """Ours by another server's, without dashes."""
+    """Our flag by another server's, without dashes."""
     return {theirs: ours for ours, names in _read_table()["same"].items() for theirs in names.split()}
 
 
@@ -81,8 +81,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """For options of vLLM's `LLM`. "": Quire has it, does not know it, or would have to act. None requests nothing,
-    False what `--no-…` does.
+    """For options of vLLM's `LLM`. Empty if Quire has the option, does not know it, or would have to act. None requests
+    nothing, and False means `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (
@@ -119,13 +119,13 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """ "": no suggestion. `known`: with dashes."""
+    """Empty without a suggestion. `known`: with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
-    """Suggest a setting spelled as in Python, TOML and environment variables: `max_model_len`."""
+    """Spelled as in Python, TOML and environment variables: `max_model_len`."""
     flag = name.replace("_", "-")
     foreign = _server_only_flag_table().get(flag) or find_foreign_flag(flag)
     text = f"use --{flag_aliases()[flag]}" if flag in flag_aliases() else foreign.text if foreign else ""

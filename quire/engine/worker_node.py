@@ -1,6 +1,6 @@
 """`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-Each rank is a process that joins machine 0 at its store and ends with its engine; then a new process joins the next
+Each rank is a process that joins machine 0 at its store and ends with its engine. Then a new process joins the next
 engine.
 """
 
@@ -45,12 +45,12 @@ _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _STOP_SECONDS = 5.0
-"""How long a process may take to end by itself after machine 0 is gone."""
+"""Time for a process to end by itself after machine 0 is gone."""
 _LOST_SECONDS = 30.0
-"""Silence of its store after which machine 0 counts as gone."""
+"""Machine 0 counts as gone after this long without an answer of its store."""
 _OUT_OF_MEMORY_CODE = 137
 """A shell's code for SIGKILL, reported if the kernel may have killed the process for lack of memory. Otherwise machine
-0 would blame some other process.
+0 would blame another process.
 """
 
 
@@ -78,7 +78,7 @@ def run_worker_node_until_signal(config: EngineConfig) -> int:
 
 
 class WorkerNode:
-    """Setting `stop_event` ends its ranks."""
+    """Setting `stop_event` ends the ranks."""
 
     def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
         self._config = config
@@ -88,7 +88,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Until stopped, or until a rank cannot join."""
+        """Run until stopped, or until a rank cannot join."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -102,7 +102,7 @@ class WorkerNode:
 
     def _run_rank(self, local_rank: int) -> None:
         kills_before = oom_kills()
-        # the process is killed, so remove its adapter files here
+        # the process is killed: remove its adapter files here
         with tempfile.TemporaryDirectory(prefix="quire-adapters-") as copies:
             child = Child([*FOLLOWER_PROGRAM, "--joined"])
             process = child.process
@@ -118,11 +118,11 @@ class WorkerNode:
             except ConnectionError:
                 pass
             finally:
-                end_processes([child], 0.0)  # it holds nothing that must be saved
+                end_processes([child], 0.0)  # holds nothing that must be saved
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good or does not answer in
-        time at first.
+        """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good, or does not answer
+        the first join in time.
         """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
@@ -156,9 +156,9 @@ class WorkerNode:
         """
         config = self._config
         address = config.master_addr, config.master_port
-        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait for it
+        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait for machine 0
             local, peer = connection.getsockname(), connection.getpeername()
-            if local == peer:  # if the port is an ephemeral one, a socket can connect to itself
+            if local == peer:  # a socket can connect to itself on an ephemeral port
                 raise ConnectionRefusedError("nobody listens there")
         store, reply = connect_store((peer[0], peer[1])), random_source.uuid_hex()
         store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
@@ -199,7 +199,7 @@ class NodeHeartbeat:
     """Tells machine 0 that this machine is alive, and at the end how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: after which machine 0 takes this one for gone. Raises ConnectionError."""
+        """`silence`: time after which machine 0 takes this machine for gone. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False

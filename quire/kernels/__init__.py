@@ -1,4 +1,4 @@
 """Kernels on tensors. Importing loads neither torch nor compiled code."""
 
-# May be imported under a bare name: transformers tries `import kernels`, another project's package, and finds this
-# folder if a program runs at the repository root.
+# transformers tries `import kernels`, another project's package, and finds this folder if a program runs at the
+# repository root.

@@ -1,5 +1,5 @@
-"""Activations with the same bits at any place in x. PyTorch's on CPUs use other instructions for the remainder after
-the last whole vector; its exp, erf and tanh are safe (2.13).
+"""Activations with the same bits at any place in x. PyTorch's on CPUs use other instructions after the last whole
+vector, except for exp, erf and tanh (2.13).
 """
 
 from __future__ import annotations

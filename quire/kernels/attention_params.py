@@ -12,23 +12,22 @@ from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 class AttentionParams:
     scale: float
     window: int | None = None
-    """Keys that a query sees, including itself; None: all."""
+    """Keys that a query sees, including its own; None: all."""
     softcap: float | None = None
-    """c replaces a score s by c * tanh(s / c)."""
+    """c turns a score s into c * tanh(s / c)."""
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all. On GPUs torch's attention computes None, the reference other values but
-    0.
+    """Later keys that a query sees; None: all. On GPUs torch's attention computes None, and the reference all other
+    values except 0.
     """
     relative_bias: Tensor | None = None
-    """[H, 2 L + 15] float32 for contexts of up to L tokens: column L - 1 + d is added to the score of a key d tokens
-    after the query; d may be negative. The last 16 columns are unused.
+    """[H, 2 L + 15] float32 for contexts of up to L tokens. Column L - 1 + d is added to the score of a key d tokens
+    after the query (before it if d < 0). The last 16 columns are unused.
     """
     kv_scales: KVScales = UNIT_KV_SCALES
-    """Scales for float8 pages."""
     sinks: Tensor | None = None
-    """[H] float32 scores that take part in the softmax without a value (gpt-oss, 2025)."""
+    """[H] float32: scores in the softmax that have no value (gpt-oss, 2025)."""
     value_dim: int | None = None
-    """A key's first value_dim numbers are its value, and both caches are the same."""
+    """The value is the key's first value_dim numbers; both caches are the same."""
     has_chunked_window: bool = False
     """Windows start at multiples of their size (Llama 4, 2025)."""
 
@@ -39,11 +38,11 @@ class AttentionParams:
 
     @property
     def window_or_negative_chunk(self) -> int:
-        """As in kernels/cpu/attention_tile.h: 0 for none, below 0 for chunks."""
+        """As in kernels/cpu/attention_tile.h: 0 is no window, negative is chunked."""
         return (self.window or 0) * (-1 if self.has_chunked_window else 1)
 
     def window_if_limiting(self, longest: int) -> int | None:
-        """None, which is faster, if it hides no key in contexts of up to `longest`. Not for deterministic backends:
-        `longest` depends on the batch.
+        """None, which is faster, if the window hides no key in contexts of up to `longest`. Not for deterministic
+        backends: `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

@@ -1,4 +1,4 @@
-"""The backends' interface. `ReferenceBackend` implements all of it and is the reference in tests."""
+"""The backends' interface. Tests compare backends with `ReferenceBackend`, which implements all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.kernels.routing import MoE, MoEComponents
 CachePair = tuple[Tensor, Tensor]
 CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""The first axis is the KV block, or the sequence's slot."""
+"""The first axis is the KV block, or the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ Linear = Callable[[Tensor, LinearContext], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """Addition to some outputs of a linear (LoRA, Hu et al., 2021): x @ down.T @ up.T."""
+    """Added to some outputs of a linear: x @ down.T @ up.T (LoRA, Hu et al., 2021)."""
 
     first_output: int
-    """All affected outputs belong to one of the fused linears; no two deltas share one."""
+    """All of a delta's outputs belong to one of the fused linears. Deltas do not overlap."""
     down: Tensor
     """[rank, in_features] in the model's dtype."""
     up: Tensor
@@ -63,14 +63,13 @@ class LoraDelta:
 @dataclass(frozen=True, slots=True)
 class AdapterSlotSpec:
     num_slots: int
-    """Slots are 1 to num_slots; slot 0 means no adapter."""
+    """Slots 1 to num_slots; slot 0: no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
-    """Outputs of the joined linears, in order; an adapter's delta belongs to one of them."""
+    """Outputs of the fused linears, in order."""
     max_rank: int
     dtype: torch.dtype
     has_float32_output: bool
-    """Whatever `dtype` is."""
     device: torch.device
 
 
@@ -79,11 +78,11 @@ class LinearWithLora(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """Same call as `Linear`."""
+        """Same as `Linear`."""
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """Any thread may call it at any time."""
+        """Any thread may call it."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
@@ -95,15 +94,15 @@ class QuantizedEmbedding:
     embed_tokens: Callable[[Tensor], Tensor]
     """Token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
-    """[R, hidden] to [R, vocab] float32; None: embeddings are not tied."""
+    """[R, hidden] to [R, vocab] float32; None: not tied."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One step's T tokens of S sequences, on the model's device.
+    """T tokens of S sequences in a step, on the model's device.
 
-    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s]; all KV is in the
-    blocks of block_table[s], in order.
+    Sequence s has tokens query_start[s] to query_start[s + 1], the last of its context_lens[s]. Its KV is in the blocks
+    of block_table[s], in order.
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
@@ -115,9 +114,9 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     linear_context: LinearContext = NO_ADAPTERS
-    is_full_prefill: bool = False  # all keys are this step's
+    is_full_prefill: bool = False  # all keys are from this step
     other_groups: tuple[AttentionMetadata, ...] = ()
-    """For KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
+    """KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
     state_slots: Tensor | None = None  # [S] int64; None: no recurrent state
     state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
     rope_position_override: Tensor | None = None  # [T] int64; None: `positions`
@@ -129,7 +128,7 @@ class AttentionMetadata:
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """One table and slot mapping per KV cache group, its own first."""
+        """One table and slot mapping per KV cache group; the first replaces its own."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -155,10 +154,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalSpans:
-    """Spans of prompts with tokens that also see later ones. Each span ends in this step."""
+    """Spans of prompts in which tokens also see later ones. Each span ends in this step."""
 
     token_indices: Tensor  # [P] int64, indices among the step's tokens
-    metadata: AttentionMetadata  # of these P: one sequence per span, ending with it
+    metadata: AttentionMetadata  # of the P tokens: one sequence per span, ending with it
 
 
 class Operations(ABC):
@@ -168,19 +167,19 @@ class Operations(ABC):
 
     @abstractmethod
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
-        """x stays unchanged."""
+        """Does not change x."""
 
     @abstractmethod
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
-        """x and router_input, maybe one tensor, stay unchanged."""
+        """Does not change x and router_input, which may be one tensor."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
-        """Sum over ranks; x itself without a group. May overwrite x."""
+        """Sum over ranks, or x itself without a group. May overwrite x."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019), in float32 with float32
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019), float32 with float32
         weights.
         """
 
@@ -190,7 +189,7 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), as rms_norm in float32."""
+        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), in float32 as rms_norm."""
 
     @abstractmethod
     def add_layer_norm(
@@ -200,7 +199,7 @@ class Operations(ABC):
 
     @abstractmethod
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + residual. May overwrite residual."""
+        """May overwrite residual."""
 
     @abstractmethod
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
@@ -216,18 +215,18 @@ class Operations(ABC):
 
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu_mul with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+        """silu_mul with tanh-approximated GELU (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """Multiply x [T, F] by columns from `first` on of `per_layer_inputs` [T, W]. May overwrite x."""
+        """x [T, F] times F columns of `per_layer_inputs` [T, W] from `first` on. May overwrite x."""
 
     @abstractmethod
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D].
-        `QKNormRopeParams.projections` may leave out K or 2K heads. May overwrite qkv.
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. May overwrite qkv,
+        which lacks K or 2K heads with some `QKNormRopeParams.projections`.
         """
 
     @abstractmethod
@@ -244,11 +243,11 @@ class Operations(ABC):
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """paged_attention for ranks that divide every sequence's tokens among them.
+        """paged_attention for ranks that divide each sequence's tokens.
 
         q [T, H / ranks, D] and `softmax.sinks` hold this rank's heads. The caches hold this rank's tokens for all K
-        heads, and `softmax.relative_bias` holds all heads. Bits depend on the number of ranks, except with the CPU
-        kernels, which give the same bits as one process. Raises RankEnded.
+        heads; `softmax.relative_bias` holds all heads. Bits depend on the number of ranks, except with the CPU kernels,
+        which give the bits of one process. Raises RankEnded.
         """
         raise NotImplementedError
 
@@ -263,7 +262,7 @@ class Operations(ABC):
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         """bcx [T, 3 * channels], or x [T, channels] without gates, to [T, channels]. Stores all columns. A sequence may
-        start from what an earlier one of the step stores.
+        start from what an earlier one in the step stores.
         """
 
     @abstractmethod
@@ -295,8 +294,8 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""Runs one layer (LayerFunction) or a range. x [T, hidden] is not yet added to `residual` (None: x is the embeddings),
-nor is the result. May overwrite both inputs.
+"""Runs one layer (LayerFunction) or a range. `residual` (None: x is the embeddings) is not yet added to x [T, hidden],
+nor to the result. May overwrite both inputs.
 """
 
 
@@ -305,53 +304,53 @@ class Backend(Operations):
     block_size: int
     """Tokens per KV block."""
     skips_negative_slots = False
-    """Slots below 0 (other ranks' tokens) store nothing; otherwise those go to a scratch block."""
+    """Slots below 0 (other ranks' tokens) store nothing; otherwise such tokens go to a scratch block."""
     keeps_weights_quantized: bool
-    """Otherwise they are dequantized at load."""
+    """Otherwise dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """Returns a backend for ranks that each hold an equal part of every block, or None if that is unsupported."""
+        """For ranks that each hold an equal part of every block; None if unsupported."""
         return None
 
     @abstractmethod
     def description(self) -> str:
-        """Text for the log: library and version, instruction set."""
+        """For the log: library and version, instruction set."""
 
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Why the model cannot be served, in one line with a remedy, or None. Other methods may be called only after
-        None. softcap: attention scores are capped.
+        """Why the model cannot be served, with a remedy in one line. Other methods may be called only after None.
+        softcap: attention scores are capped.
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Why KV blocks cannot hold this quantized dtype, as in unsupported_reason."""
+        """As unsupported_reason, for a quantized KV dtype."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, or None."""
+        """For AttentionParams' sinks, value_dim and has_chunked_window."""
         return None
 
     @abstractmethod
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """True if tests show that a row has the same bits in every batch."""
+        """True if tests show the same bits for a row in every batch."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of a layer's key cache, and of its value cache; the first axis is the block.
 
         dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * D elements, or
-        block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are [tokens, ...], so that
-        their first tokens can be copied.
+        block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are [tokens, ...], to
+        allow copying the first tokens.
         """
 
     @abstractmethod
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        """Write k, v [T, K, D] to slots [T], quantized if the caches are."""
+        """k, v [T, K, D] to slots [T], quantized if the caches are."""
 
     @abstractmethod
     def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
@@ -359,7 +358,7 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """x @ weight.T + bias for weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
+        """x @ weight.T + bias for weight [out, in], which may be dropped afterwards. wide: float32 result."""
 
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
@@ -369,19 +368,19 @@ class Backend(Operations):
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Fuse weights with the same input, which may be dropped afterwards. If x is rounded to integers, each row is
-        rounded by itself. wide: the result is float32.
+        """Fuse weights of one input, which may be dropped afterwards. Each row of x is rounded by itself, if x is
+        rounded to integers. wide: float32 result.
         """
 
     @abstractmethod
     def pack_quantized_embedding(
         self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
     ) -> QuantizedEmbedding:
-        """weight [vocab, hidden] may be dropped afterwards. tied: it is the LM head as well."""
+        """weight [vocab, hidden] may be dropped afterwards. tied: also the LM head."""
 
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
-        """Computes the weighted sum of chosen experts."""
+        """For the weighted sum of chosen experts."""
 
     @abstractmethod
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
@@ -392,15 +391,15 @@ class Backend(Operations):
         """Weights [n, 32] to codes [n, 16] uint8 as in GroupedWeight, float32 scales [n] and offsets [n]: weight =
         scale * (code - 8) + offset.
 
-        With zero_points, weight = scale * (code - zero) with whole zeros from 0 to 15, and scales have bfloat16's 8
-        bits.
+        With zero_points, weight = scale * (code - zero), zeros are whole numbers from 0 to 15, and scales have
+        bfloat16's 8 bits.
         """
 
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype are the residual
-        stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
+        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype: of the residual
+        stream, which begins in the first layer if `starts`. groups: block tables in the metadata.
         """
         return None
 
@@ -412,17 +411,17 @@ class Backend(Operations):
 
     @abstractmethod
     def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """`descriptor` may be closed afterwards. The process ends with `parent`, unless that is 0."""
+        """`descriptor` may be closed afterwards. The process ends with `parent` (0: none)."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """First largest value of each row: [R, vocab] to [R] int64."""
+        """First largest of each row: [R, vocab] to [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """Logits [R, vocab] float32 to tokens [R] int64.
 
-        filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of the
-        rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The first
-        kept token at which the cumulative probability exceeds u [R] float64 in [0, 1) times the kept total is sampled.
+        filters [R, 4] float64: temperature (above 0), top_k (1 to vocab), top_p, min_p. Top-k, then top-p of the rest
+        (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. Samples the
+        first kept token at which the cumulative probability exceeds u [R] float64 in [0, 1) times the kept total.
         """

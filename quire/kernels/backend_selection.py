@@ -30,8 +30,8 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""Fastest first, by device and major compute capability; the reference is always last. Other GPUs use _GPU_BACKENDS,
-other devices sdpa.
+"""Fastest first, by device and major compute capability; the reference comes last. Other GPUs use _GPU_BACKENDS, other
+devices sdpa.
 """
 
 
@@ -65,7 +65,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
-"""Why a backend cannot compute on the device, or None."""
+"""Returns why a backend cannot compute on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return a backend, and one line on the choice. It must pass the first of the trials; if no fast one does, the next
-    decides.
+    """Return a backend, and one line on the choice. It must pass the first trial, or the next one if no fast backend
+    passes.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
     if none passes any.
@@ -157,7 +157,7 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """None if unsupported. memory: bytes for the most used experts. Raises OSError if no file can be created."""
+    """None if unsupported. memory: bytes for the most used experts. Raises OSError if it can create no file."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -167,7 +167,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """None if unsupported. Raises OSError if no file can be created."""
+    """None if unsupported. Raises OSError if it can create no file."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

@@ -1,4 +1,4 @@
-"""Collectives among ranks: processes that each hold a part of every layer."""
+"""Collectives among ranks, which each hold a part of every layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RankEnded(Exception):
 
 
 class Collective(ABC):
-    """All ranks call the same methods in the same order, with equally many rows; no row's bits depend on other rows.
+    """All ranks call the same methods in the same order, with equally many rows. No row's bits depend on other rows.
     Methods raise RankEnded. Those with NotImplementedError exist only for ranks that meet at a store.
     """
 
@@ -23,7 +23,7 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, with the same bits on each. May overwrite x."""
+        """Sum over ranks, with the same bits on each. May overwrite x."""
 
     @abstractmethod
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
@@ -31,18 +31,18 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's x; others' content does not matter. May overwrite x."""
+        """The first rank's x; others' content is ignored. May overwrite x."""
 
     def raise_if_failed(self) -> None:
-        """Called after a step. Raises RankEnded if a sum is missing, so that results are invalid."""
+        """Call after a step. Raises RankEnded if a sum is missing, which makes results invalid."""
         return None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x in rank order: [ranks, *x.shape]."""
+        """All x in rank order: [ranks, *x.shape]."""
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] holds an item for each rank. Returns this rank's in rank order."""
+        """x [ranks, ...] holds an item for each rank. Returns the items for this rank, in rank order."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
@@ -50,7 +50,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Methods return the right shapes without meeting other ranks, for `dry_run_for_variants`."""
+        """Methods return the right shapes without other ranks, for `dry_run_for_variants`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -17,19 +17,19 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.socket_group import SocketGroup
 
 ProcessGroup = Any
-"""dist.ProcessGroup, or a compatible class; PyTorch's stubs lack its methods."""
+"""dist.ProcessGroup, whose methods PyTorch's stubs lack, or a compatible class."""
 _TIMEOUT = timedelta(minutes=10)
 """A rank's end is noticed earlier in other ways."""
 
 
 class SmallAllReduce(Protocol):
-    """Sums of few numbers outside the group, in float32 and rank order."""
+    """Sums few numbers outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Returns the same answer on all ranks."""
+        """Same answer on all ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As `Collective.all_reduce`, but x stays unchanged."""
+        """`Collective.all_reduce` that does not change x."""
 
     def raise_if_failed(self) -> None:
         """See `Collective.raise_if_failed`."""
@@ -39,9 +39,7 @@ class SmallAllReduce(Protocol):
 
 
 class DistributedCollective(Collective):
-    """`gather_columns` returns the result on all ranks. On GPUs CUDA graphs can hold every call, and the host never
-    waits.
-    """
+    """All ranks get `gather_columns`' result. On GPUs CUDA graphs can hold every call, and the host never waits."""
 
     def __init__(
         self,
@@ -52,8 +50,8 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """`join` creates the group at the first call, so that other ranks do not wait for a rank that fails earlier.
-        The group's timeout limits all waits. `make_small_all_reduce` is called once all ranks have joined.
+        """`join` creates the group at the first call, so other ranks do not wait for one that failed earlier. The
+        group's timeout limits all waits. `make_small_all_reduce` is called once all ranks have joined.
 
         With `in_order`, numbers are added in float32 and rank order. Otherwise an all-reduce adds them, which is faster
         with more than two ranks. NCCL gives all ranks the same bits, but its order depends on x's size and the place in
@@ -175,7 +173,7 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """address: of this machine. one_shot: sum few numbers on GPUs of one machine with our own kernel, if possible."""
+    """address: this machine's. one_shot: sum few numbers on GPUs of one machine with our own kernel, if possible."""
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

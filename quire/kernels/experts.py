@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Expert by expert, so a row's sum does not depend on other rows."""
+    """Computes expert by expert: a row's sum does not depend on other rows."""
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         self._backend = backend
         self._experts = experts
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """router_input: None: x."""
         experts = self._experts
         chosen, shares, _ = route_tokens(experts, x if router_input is None else router_input)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
@@ -38,7 +37,7 @@ class ReferenceMoE:
 
 
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Experts [T, top_k] int64 and weights for router input [T, hidden], and the number of experts on all ranks."""
+    """For router input [T, hidden]: experts [T, top_k] int64, their weights, and the number of experts on all ranks."""
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
     chosen, shares = choose_experts(scores, experts.routing, experts.score_correction_bias)
     return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], scores.shape[1]
@@ -57,6 +56,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Make their MoE before `finish_loading`, which raises ValueError also if the memory for cached experts holds less
-    than one.
+    """Make their MoE before `finish_loading`, which also raises ValueError if the cache's memory holds less than one
+    expert.
     """

@@ -1,6 +1,6 @@
-"""Scales and offsets of 4-bit weight groups. Besides round-to-nearest it tries smaller steps, which clip the ends, fits
-scale and offset to the codes of each by least squares, and takes the best, rounded to half floats. Zero points, which
-checkpoints use instead, are tried around the nearest one, with bfloat16 scales.
+"""Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends, fits scale
+and offset to the codes of each try by least squares, and takes the best, rounded to half floats. Zero points, which
+checkpoints use instead of offsets, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 GROUP_SIZE = 32
 """Inputs per scale."""
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
-"""Fractions of a group's range that 15 steps cover."""
+"""Fractions of a group's range covered by 15 steps."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
 """Few enough to stay in a CPU's caches and wake no PyTorch threads; enough to keep other devices busy."""
 _MIN_SCALE = 2.0**-100
-"""Used only with zero points."""
+"""Only with zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:

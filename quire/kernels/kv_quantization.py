@@ -1,8 +1,8 @@
-"""8-bit keys and values. `torch.int8`: every head of every token has a bfloat16 scale. `torch.float8_e4m3fn`: codes
-alone; a layer may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend on
-its own key and value alone.
+"""8-bit keys and values. `torch.int8`: a bfloat16 scale per head and token. `torch.float8_e4m3fn`: codes alone; a layer
+may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend only on its own key
+and value.
 
-Scales move with their page: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton;
+A page holds its scales: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton;
 kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
@@ -22,7 +22,7 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Factors of 8-bit floats."""
+    """Factors of float8 codes."""
 
     key: float = 1.0
     value: float = 1.0
@@ -37,7 +37,7 @@ def num_scale_elements(kv_dtype: torch.dtype) -> int:
 
 
 def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D]; for int8 also bfloat16 scales [...]. Ties round to even; floats saturate."""
+    """Codes [..., D], for int8 also bfloat16 scales [...]. Ties round to even; floats saturate."""
     wide = x.float()
     if kv_dtype != torch.int8:
         return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None
@@ -46,7 +46,7 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """codes are [..., D], dtype is wider."""
+    """codes [..., D]; dtype is wider."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 

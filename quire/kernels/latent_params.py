@@ -1,6 +1,6 @@
-"""Under MLA (DeepSeek-V2, 2024) a token keeps one latent, from which keys and values of all heads derive, and one
-rotated key for all heads: one key of one head, L + R numbers; the value is the first L. Queries are absorbed into
-latent space before attention, and its output is brought out after.
+"""Under MLA (DeepSeek-V2, 2024) a token has one latent, from which keys and values of all heads derive, and one rotated
+key for all heads. Together they are one key of L + R numbers; its first L are the value. Queries are absorbed into
+latent space before attention, and the output is brought out after.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LatentNormRopeParams:
     cos_sin: Tensor
     """[max positions, R] float32: cosines, then sines."""
     is_interleaved: bool
-    """Rotated pairs are neighbors, as in DeepSeek's checkpoints; otherwise (i, i + R/2)."""
+    """Rotated pairs are neighbors, as in DeepSeek's checkpoints, not (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
-    """Scales for float8 pages; the key scale is also the value scale."""
+    """For float8 pages; the key scale is also the value scale."""
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:
@@ -33,7 +33,7 @@ class LatentNormRopeParams:
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """The last R numbers of q [T, H, any + R]."""
+    """Rotates the last R numbers of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
@@ -46,7 +46,7 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Results are in half layout, even for interleaved pairs."""
+    """Returns half layout, even for interleaved pairs."""
     cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -27,21 +27,20 @@ class QKNormRopeParams:
     k_norm: Tensor | None = None
     eps: float = 0.0
     kv_scales: KVScales = UNIT_KV_SCALES
-    """Scales for float8 pages."""
     norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
-    """heads: RMSNorm of each head, weights [D]. whole: RMSNorm of all heads as one row, weights [H * D]. centred:
-    LayerNorm of each head without bias, weights [H * D]. after: as heads, after RoPE.
+    """heads: RMSNorm per head, weights [D]. whole: RMSNorm of all heads as one row, weights [H * D]. centred: LayerNorm
+    per head without bias, weights [H * D]. after: as heads, after RoPE.
     """
     q_scale: Tensor | None = None
     """[max positions] float32 factors of queries."""
     v_norm: Tensor | None = None
-    """[D] float32 weights of an RMSNorm of value heads; only with norm_kind "heads"."""
+    """[D] float32 RMSNorm weights of value heads; only with norm_kind "heads"."""
     projections: Literal["all", "keys", "queries"] = "all"
-    """keys: q and k; the raw k is the value too. queries: q alone; another layer has stored k and v."""
+    """keys: q and k; the raw k is also the value. queries: q alone; another layer has stored k and v."""
 
     @property
     def has_fused_kernel(self) -> bool:
-        """True if every backend computes it in one kernel: per-head norms and RoPE only."""
+        """True if there are only per-head norms and RoPE, which every backend computes in one kernel."""
         whole = self.q_scale is None and self.v_norm is None and self.projections == "all"
         return whole and (self.norm_kind == "heads" or (self.q_norm is None and self.k_norm is None))
 
@@ -55,7 +54,7 @@ class QKNormRopeParams:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
-    """x: queries or keys [T, heads, D]."""
+    """x [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
     if rope.cos_sin is not None:

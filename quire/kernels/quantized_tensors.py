@@ -1,7 +1,6 @@
-"""Quantized weights in the forms that backends compute with; loading converts every checkpoint format to one of them.
+"""Quantized weights in the forms that backends compute with. Loading converts every checkpoint format to one of them.
 
-Linears that multiply x in 8 bits declare how (`ActivationRounding`), so that the norm or gate before them can produce
-rounded x directly.
+A linear that multiplies x in 8 bits declares its `ActivationRounding`, so the norm or gate before it can round x.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MAX_HALF_EXPONENT = 14
-"""An output's scales are multiplied by a power of two to fit half floats: the largest is below 2^15."""
+"""A power of two makes an output's scales fit half floats: the largest is below 2^15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class GroupedWeight:
     code_values: tuple[int, ...] | None = None
     """Values of 4-bit codes, -127 to 127; None: code - 8."""
     input_order: Tensor | None = None
-    """[in] int64: groups are of x[:, order]; None: of x."""
+    """[in] int64: groups are of x[:, order]; None: natural order."""
 
     @property
     def bits(self) -> int:
@@ -42,17 +41,15 @@ class GroupedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
     @property
     def group_size(self) -> int:
-        """Inputs per scale."""
         return self.shape[1] // self.scales.shape[1]
 
     def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Factors [out] float32, and float16 scales and offsets [out, groups] that they multiply. A single scale
-        without offset is the factor, with None.
+        """Factors [out] float32; float16 scales and offsets [out, groups], to be multiplied by them. A single scale
+        without offset is the factor, with None for both.
         """
         scales, offsets = self.scales.float(), self.offsets
         if scales.shape[1] == 1 and offsets is None:
@@ -89,13 +86,12 @@ class Float8Weight:
     scales: Tensor
     """[ceil(out / block[0]), ceil(in / block[1])] float32."""
     scale_block: tuple[int, int]
-    """(outputs, inputs) per scale: (out, in) is per tensor, (1, in) per output, DeepSeek's 128 x 128. The last blocks
+    """(outputs, inputs) per scale: (out, in) per tensor, (1, in) per output, or DeepSeek's 128 x 128. The last blocks
     may be smaller.
     """
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
@@ -103,7 +99,7 @@ class Float8Weight:
         return min(self.scale_block[1], self.shape[1])
 
     def scales_per_output_row(self) -> Tensor:
-        """[out, blocks of inputs] float32; NaN if the block has a NaN code, as kernels know no NaN codes."""
+        """[out, blocks of inputs] float32; NaN if the block has a NaN code, which kernels do not know."""
         scales = self.scales.float().repeat_interleave(self.scale_block[0], 0)[: self.shape[0]]
         inputs = self.inputs_per_scale
         bad = F.pad(self.codes.view(torch.uint8) & 127 == 127, (0, -self.shape[1] % inputs))
@@ -133,7 +129,7 @@ class RoundedActivations:
     """float32, in the layout of `rounding`."""
     rounding: ActivationRounding
     dtype: torch.dtype
-    """Before rounding, and of linears' results."""
+    """Of x before rounding, and of linears' results."""
     unrounded: Tensor | None
     """None if no linear reads them."""
 
@@ -149,8 +145,8 @@ Activations = Tensor | RoundedActivations
 
 
 class ActivationRounding(ABC):
-    """Rounded values have the model's dtype, as if a norm or gate had stored them, so the result has the same bits as
-    with rounding afterwards. Equal instances give equal bits.
+    """Rounds values after conversion to the model's dtype, so bits are the same as with rounding what a norm or gate
+    stored. Equal instances give equal bits.
     """
 
     @abstractmethod
@@ -163,19 +159,19 @@ class ActivationRounding(ABC):
 
     @abstractmethod
     def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
-        """silu_mul or, with gelu, gelu_mul of gate_up [T, 2 * F]: [T, F]."""
+        """silu_mul or gelu_mul of gate_up [T, 2 * F]: [T, F]."""
 
 
 class RoundedInputLinear:
-    """Also accepts RoundedActivations if one of its parts takes rounded inputs."""
+    """Accepts RoundedActivations if one of its parts does."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """One per part, for `rows` rows; None: unrounded."""
+        """Per part, for `rows` rows; None: unrounded."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """How to round x for these linears, and whether some need it otherwise; None: do not round."""
+    """How to round x for these linears, and whether some need it otherwise. None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

@@ -1,4 +1,4 @@
-"""Every kernel in plain PyTorch, on any device: it defines the results of other backends, and is the fallback if
+"""Every kernel in plain PyTorch, for any device. It defines the results of other backends, and is the fallback if
 nothing was compiled. Rows never share a reduction, so results do not depend on the batch.
 """
 
@@ -47,7 +47,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Number of most likely tokens that top-p searches first. If the distribution is too flat, all tokens are sorted."""
+"""Most likely tokens that top-p searches first. All tokens are sorted if the distribution is too flat."""
 
 
 class ReferenceBackend(Backend):
@@ -58,7 +58,7 @@ class ReferenceBackend(Backend):
     context_parallel_ranks = 1
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: on a GPU, batch-invariant. It costs speed and needs Triton, so the backends of kernels/gpu
+        """deterministic: batch-invariant on a GPU. It costs speed and needs Triton, so the backends of kernels/gpu
         implement it. For CPUs see `is_batch_invariant`.
         """
         self.deterministic = deterministic
@@ -279,7 +279,7 @@ def sample_tokens(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
 
 
 def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
-    """[R, vocab]. Dropped tokens are 0 and rows are not renormalized."""
+    """[R, vocab]; 0 for dropped tokens. Rows are not renormalized."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     probs = torch.softmax(logits / temperature.float(), dim=-1)
     if (top_k < logits.shape[1]).any() or (top_p < 1).any():
@@ -288,7 +288,7 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """[R, 1]: least probability kept by top-k, then top-p of what top-k kept."""
+    """[R, 1]: least probability kept by top-k, then by top-p of the rest."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))
@@ -347,14 +347,14 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """F.linear multiplies the rest; it picks an algorithm by the number of rows, so a row's bits may depend on it."""
+    """F.linear multiplies the rest. It picks an algorithm by the number of rows, so a row's bits may depend on it."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Its blocked layout is up to twice as fast as F.linear at 1 to 16 rows. A row has the same bits for 2 or more rows
+    """The blocked layout is up to twice as fast as F.linear at 1 to 16 rows. A row has the same bits for 2 or more rows
     (measured for float32 and bfloat16; F.linear fails this in float32). One row takes another path, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())

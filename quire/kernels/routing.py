@@ -19,7 +19,7 @@ LinearFunction = Callable[[Tensor, Any], Tensor]
 
 MoE = Callable[[Tensor, Tensor], Tensor]
 """Maps the experts' and the router's input [rows, hidden] to the weighted sum of chosen experts' outputs. The router's
-input defaults to the experts'.
+defaults to the experts'.
 """
 
 
@@ -35,13 +35,13 @@ class MoEComponents:
     clamped_swiglu: ClampedSwiGLU | None = None
     """None: plain SiLU gate."""
     activation: Activation | None = None
-    """Activation of MLPs without gates; `gate_up` is then the up projection alone."""
+    """Of MLPs without gates; `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None
     """[experts] float32; affects the choice alone (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None
-    """[experts] float32, factors of the final weights."""
+    """[experts] float32 factors of the final weights."""
     has_gelu_gates: bool = False
-    """GELU's tanh approximation, not SiLU."""
+    """Tanh-approximated GELU, not SiLU."""
     has_float32_router: bool = False
     """x is converted to float32 for the router."""
     first_expert: int = 0
@@ -57,7 +57,7 @@ def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) 
     if routing.score_function == "mixer":
         return _route_sparse_mixer(scores, routing)
     weights = sigmoid(scores) if routing.score_function == "sigmoid" else scores.softmax(-1)
-    # Scores have the same order as weights, without the ties of weights close to 0 or 1.
+    # Scores have the order of weights, without the ties of weights close to 0 or 1.
     wanted = scores if correction is None and routing.group_score_top_k == 1 else weights
     wanted = wanted if correction is None else wanted + correction
     chosen = _top_indices(_mask_to_best_groups(wanted, routing), routing.top_k)

@@ -1,7 +1,7 @@
 """Process group of CPU ranks without shared memory: a socket per pair of ranks.
 
-Between two processes on a busy machine with two cores PyTorch's gloo takes a median of 330 microseconds to gather 2 to
-8 KB and 8 ms for 1.2 MB, this 150 microseconds and 2.6 ms. gloo's `send` and `recv` sometimes take 5 ms for 2 KB.
+Between two processes on a busy two-core machine PyTorch's gloo takes a median of 330 microseconds to gather 2 to 8 KB
+and 8 ms for 1.2 MB; this takes 150 microseconds and 2.6 ms. gloo's `send` and `recv` sometimes take 5 ms for 2 KB.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import torch.distributed as dist
 from torch import Tensor, uint8
 
 _CHUNK_BYTES = 1 << 16
-"""Sockets take this many while the peer does not read: all ranks send a chunk before they read, so sends must not
-block.
-"""
+"""Sockets buffer this many: all ranks send a chunk before they read, so sends must not block."""
 _KEY_BYTES = 16
-"""Length of the key that a rank publishes in the store and requires of a connecting peer."""
+"""A rank publishes its key in the store and requires it of connecting peers."""
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _GREETING_SECONDS = 1.0
 
 
 class SocketGroup:
-    """Ranks connect at the first call. Calls are complete when they return, and raise OSError if another rank has ended
-    or another thread called `abort`.
+    """Ranks connect at the first call. Calls return when complete, and raise OSError if another rank has ended or
+    another thread called `abort`.
     """
 
     def __init__(self, store: dist.Store, rank: int, count: int, address: str) -> None:
-        """address: of this machine, which other ranks find in the store."""
+        """address: this machine's; other ranks find it in the store."""
         self._store = store
         self._rank = rank
         self._count = count
@@ -43,7 +41,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """Gathers in rank order; both are contiguous."""
+        """In rank order. Both are contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -52,7 +50,7 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; split sizes: []."""
+        """Part r of out is rank r's part of x for this rank. Both are contiguous with equal parts; split sizes: []."""
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
@@ -77,7 +75,7 @@ class SocketGroup:
         return CompletedWork()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
-        """Contiguous. The receiver must receive in the order of sends."""
+        """Contiguous. The receiver must receive in send order."""
         self._connect_peers()
         (x,) = tensors
         self._peers[rank].sendall(_tensor_bytes(x.flatten()))
@@ -97,7 +95,7 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """`outgoing`: one buffer per rank, all of the same length. `out` receives the ranks' buffers in rank order."""
+        """`outgoing`: one buffer per rank, of equal length. `out` receives the ranks' buffers in rank order."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]
@@ -109,7 +107,7 @@ class SocketGroup:
         return CompletedWork()
 
     def _connect_peers(self) -> None:
-        """Connects to lower ranks, and accepts connections from higher ones."""
+        """Connects to lower ranks, accepts higher ones."""
         if len(self._peers) == self._count - 1:
             return
         deadline = time.monotonic() + _CONNECT_SECONDS

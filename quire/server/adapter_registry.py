@@ -26,11 +26,11 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""Unnamed adapters stay this long, because a request may be about to need their files."""
+"""Unnamed adapters stay this long: a request may soon need their files."""
 
 
 class AdapterRegistry:
-    """`adapters_by_name` is live; the other methods are for the routes that change it."""
+    """`adapters_by_name` is a live view."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AdapterRegistry:
         digests_in_use: Callable[[], Collection[str]],
         names_file: Path | None,
     ) -> None:
-        """`digests_in_use`: of open requests."""
+        """`digests_in_use`: adapters of open requests."""
         self._adapter_store = adapter_store
         self._digests_in_use = digests_in_use
         self._model_names = config.model_names
@@ -48,7 +48,7 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self._configured_names: set[str] = set()
         self._unnamed_since: dict[str, float] = {}
-        """Monotonic times since which digests have no name."""
+        """Monotonic time at which each digest lost its last name."""
         self._change_lock = asyncio.Lock()
 
     @property
@@ -75,7 +75,7 @@ class AdapterRegistry:
         self._delete_unused_files()
 
     async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
-        """Raises InvalidRequest, also if the name has other content and `replace` is False."""
+        """Raises InvalidRequest, also for a name with other content unless `replace`."""
         self._check_name(name)
         async with self._change_lock:
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -145,7 +145,7 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Atomic, and only readable by this user. None: nothing is stored. Errors are only logged."""
+    """Atomic, readable by this user only. None: nothing is stored. Errors are only logged."""
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -183,8 +183,8 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Raises ConfigError if --lora-modules are missing here or do not fit. Takes milliseconds, while the model is
-    loading. `modules` None or empty: unknown.
+    """Takes milliseconds, during the model's load. Raises ConfigError if --lora-modules are missing here or do not fit.
+    `modules` None or empty: unknown.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
@@ -206,7 +206,7 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """Yields None if no adapters are served. `data_dir` keeps them for the next start. Raises ConfigError."""
+    """Yields None if no adapters are served. `data_dir` keeps them across starts. Raises ConfigError."""
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:
         yield None

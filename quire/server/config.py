@@ -20,13 +20,12 @@ ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
 _UNINFORMATIVE_NAME = re.compile(r"hf|models?|main|weights|checkpoint|snapshot|huggingface|[0-9a-f]{40}")
-"""Folder names that do not identify a model."""
 _MAX_NAME_LENGTH = 200
 _HUB_CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
 class ServerConfig(EngineConfig):
-    """Fields have vLLM's flag names if they mean the same."""
+    """Fields that mean the same as a vLLM flag have its name."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
@@ -221,7 +220,7 @@ class ServerConfig(EngineConfig):
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
     def replace_redundant_parser_with_auto(cls, value: object, info: ValidationInfo) -> object:
-        """Return auto for vLLM's names of formats that the chat template tells."""
+        """vLLM's parser names become auto if the chat template shows the format."""
         return "auto" if redundant_vllm_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
@@ -237,9 +236,7 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Default: the hub id, the folder's name (or the one in config.json if it is uninformative), or the GGUF file's
-        stem.
-        """
+        """Default: the hub id; the folder's name, or config.json's if that says nothing; or the GGUF file's stem."""
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:

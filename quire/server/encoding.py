@@ -26,7 +26,7 @@ def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> 
 
 
 def encode_with_raw_fields(fields: Mapping[str, object], **raw_fields: bytes) -> bytes:
-    """A JSON object of `fields` (at least one) and `raw_fields`, which are JSON already."""
+    """A JSON object of `fields` (at least one) and `raw_fields`, which are already JSON."""
     more = [b',"%b":%b' % (name.encode(), value) for name, value in raw_fields.items()]
     return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
 
@@ -36,12 +36,12 @@ def join_json_array(encoded: Iterable[bytes]) -> bytes:
 
 
 def encode_ascii_json(value: object) -> bytes:
-    """UTF-8 cannot encode half a surrogate pair, which clients may send."""
+    """For half surrogate pairs, which clients may send and UTF-8 cannot encode."""
     return json.dumps(value).encode()
 
 
 def escape_log_text(text: str) -> str:
-    """Percent-encodes characters that could break a line or move the cursor."""
+    """Percent-encodes characters that break lines or move the cursor."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)
 
 
@@ -49,7 +49,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
-    """Serve calls of `method` by other processes. A result of None stays None. An empty body means no arguments."""
+    """Serves other processes' calls of `method`. An empty body means no arguments; a result of None stays None."""
 
     async def handle_call(body: bytes) -> bytes | None:
         arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None

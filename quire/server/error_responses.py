@@ -1,4 +1,4 @@
-"""Maps exceptions to each API's error body, also inside streams."""
+"""Maps exceptions to each API's error body, in streams too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By HTTP status. Others are invalid_request_error below 500, api_error from 500."""
+"""By HTTP status. Others: invalid_request_error below 500, api_error from 500."""
 SYSTEM_ONE_PATH = "/v1/systemone"
 OLLAMA_PREFIX = "/api/"
 RETRY_AFTER_SECONDS = "1"
@@ -60,7 +60,7 @@ UNEXPECTED_MESSAGE = "The server had an error while processing your request. The
 
 
 _TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
-"""Matches the message of a ContextLengthExceeded."""
+"""Matches ContextLengthExceeded's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,6 @@ class ErrorInfo:
     code: str | None = None
 
     def encode_body(self, path: str) -> bytes:
-        """Encodes the error in the form that the path's API uses."""
         return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
 
     def with_api_status(self, path: str) -> ErrorInfo:
@@ -89,14 +88,14 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """FastAPI's `detail`: what is wrong with the body, or the type of another error."""
+        """Sets FastAPI's `detail`: the body's fault, or another error's type."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
         return encode_ascii_json({"detail": {"error_type": self._anthropic_type, "message": self.message}})
 
     def encode_anthropic(self) -> bytes:
-        """There is no field for the parameter, so the message names it."""
+        """The message names the parameter: there is no field for it."""
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
             token_counts = _TOKEN_COUNTS.search(message)
@@ -115,11 +114,11 @@ ERROR_ENCODERS = (
     (re.compile(rf"{OLLAMA_PREFIX}.*", re.DOTALL), ErrorInfo.encode_ollama),
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
 )
-"""Encoders by path pattern, for APIs that have their own error format."""
+"""By path pattern; other paths use OpenAI's form."""
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Exceptions that are not ours are logged and reported as unexpected."""
+    """Foreign exceptions are logged and reported as unexpected."""
     if isinstance(error, QuireError):
         status, kind = next((status, kind) for base, status, kind in ERROR_TABLE if isinstance(error, base))
         return ErrorInfo(status, error.message, kind, error.param, error.code)
@@ -136,7 +135,6 @@ def http_error_info(error: HTTPException) -> ErrorInfo:
 
 
 def encode_openai_stream_error(error: Exception) -> bytes:
-    """The last event of the stream."""
     return EVENT_PREFIX + error_info(error).encode_openai() + EVENT_END
 
 
@@ -146,8 +144,8 @@ def error_response(path: str, info: ErrorInfo, headers: dict[str, str] | None = 
 
 
 class UnexpectedErrorMiddleware:
-    """Answers unexpected exceptions. Starlette's own handler runs outside all middleware: its answer would lack CORS
-    headers, so pages of other origins could not read it.
+    """Starlette's handler runs outside all middleware: its answer would lack CORS headers, and pages of other origins
+    could not read it.
     """
 
     def __init__(self, app: ASGIApp) -> None:

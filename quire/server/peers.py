@@ -22,7 +22,7 @@ class StoreUnreachable(sqlite3.OperationalError):
 
 
 class PeerLink(Protocol):
-    """Connects to the data's owner and its peers: a SharedClient, or deploy/ray's."""
+    """To the data's owner and its peers: a SharedClient, or deploy/ray's link."""
 
     answering: Answering
 
@@ -35,7 +35,7 @@ class PeerLink(Protocol):
 
 
 class Peers:
-    """Use it on the event loop."""
+    """For the event loop only."""
 
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
         """`link` None: no other processes. `calls` None: nothing is stored."""
@@ -58,7 +58,7 @@ class Peers:
         return None if process == self.process_name else process
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
-        """None if it has no answer, or has ended."""
+        """None if the process has no answer or has ended."""
         assert self._link is not None, "no other server answers"
         answers = await self._link.ask(topic, body, to=process)
         return answers[0] if answers else None
@@ -74,9 +74,7 @@ RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop]
 def make_blocking_data_dir_call(
     link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
 ) -> Callable[[bytes], bytes]:
-    """The returned function is for threads and raises StoreUnreachable. `from_thread` runs a coroutine on the event
-    loop.
-    """
+    """The result is for threads, and raises StoreUnreachable. `from_thread` runs a coroutine on the event loop."""
     loop = asyncio.get_running_loop()
 
     async def ask_hub(body: bytes) -> bytes:

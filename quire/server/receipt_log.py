@@ -1,4 +1,4 @@
-"""Receipts: on request, and for every answer with --receipt-log."""
+"""Receipts, on request and, with --receipt-log, for every answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 _MAX_PENDING_BYTES = 64 << 20
-"""Bound on unwritten receipts. If the disk is too slow, further ones are dropped and counted."""
+"""Bound on unwritten receipts. If the disk is too slow, more are dropped and counted."""
 
 
 class ReceiptLog:
@@ -91,12 +91,12 @@ class ReceiptWriter:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def encode_answer_receipt(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> bytes:
-        """JSON."""
+        """Returns JSON."""
         self._metrics.receipt_counters["answer"].inc()
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Failed answers are logged too. Repeated ones were logged before."""
+        """Failed answers are logged too; repeated ones were logged before."""
         if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

@@ -29,12 +29,12 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
 """Used unless the request or generation_config.json sets them."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""Most names that an error lists, and most names compared with the requested one."""
+"""Most names that an error lists, and that are compared with the requested one."""
 
 
 @dataclass(frozen=True)
 class ServedModelSpec:
-    """The part of a ServedModel that is sent to other processes, which build the rest."""
+    """Sent to other processes, which build the rest of a ServedModel."""
 
     config: ServerConfig
     tokenizer: Tokenizer
@@ -43,11 +43,11 @@ class ServedModelSpec:
     sampling_defaults: Mapping[str, float]
     """From generation_config.json, or settings in its place. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Tokens of prompt and answer. Known, like `tasks`, when the engine has started."""
+    """Tokens of prompt and answer. Known, like `tasks`, once the engine runs."""
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
-    """None if requests may not have images."""
+    """None: requests may not have images."""
     no_images_reason: str = NO_IMAGES_REASON
 
     def with_engine_info_from(self, model: ServedModel) -> ServedModelSpec:
@@ -77,11 +77,11 @@ class ServedModel(ServedModelSpec):
     """At least one; the first is the model's own."""
     chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
-    """Hosts that images may be fetched from."""
+    """Hosts for image URLs."""
     fetched_images: Mapping[str, bytes] = field(default_factory=dict)
-    """Images of the current request, by URL."""
+    """The current request's images, by URL."""
     adapters: Collection[str] = ()
-    """Names of LoRA adapters, which change at run time."""
+    """LoRA adapters' names, a live view."""
     created: int = 0
     """Unix seconds."""
     fingerprint: str = ""
@@ -121,7 +121,7 @@ class ServedModel(ServedModelSpec):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """An image has its own vector, and is not combined with text."""
+        """Images get their own vectors, and are not combined with text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     @property
@@ -129,7 +129,7 @@ class ServedModel(ServedModelSpec):
         return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
-        """Defaults to the first name. Raises ModelNotFound."""
+        """None: the first name. Raises ModelNotFound."""
         if requested_name is None:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:
@@ -147,11 +147,9 @@ class ServedModel(ServedModelSpec):
 
 
 def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
-    """Identifies everything that determines the tokens for a seed.
-
-    This includes Quire's version and code, the model and its weights (wherever stored), dtype, device, backend, bit
-    widths, and the ranks, because sums over ranks round differently. The suffix tells whether the batch matters too
-    (see `quire verify`).
+    """Identifies all that determines the tokens for a seed: Quire's version and code, the model and its weights
+    (wherever stored), dtype, device, backend, bit widths, and the ranks, because sums over ranks round differently. The
+    suffix tells whether the batch matters too (see `quire verify`).
     """
     model = info.content or info.model
     identity_parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 
 
 class BytesByOwner:
-    """Total and largest owner need no search, because gateways name ever more owners."""
+    """Finds the total and the largest owner without a search: gateways name ever more owners."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes = dict(sizes or {})
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Sizes before the transaction of the owners it changed; None outside one."""
+        """Earlier sizes of owners changed by the transaction; None outside one."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -24,7 +24,7 @@ class BytesByOwner:
         return self._total
 
     def largest_owner(self) -> str:
-        """Raises IndexError if no owner has any bytes."""
+        """Raises IndexError if no owner has bytes."""
         return self._sorted[-1][1]
 
     def add_bytes(self, owner: str, num_bytes: int) -> None:
@@ -35,7 +35,7 @@ class BytesByOwner:
         self._set_size(owner, size + num_bytes)
 
     def begin_transaction(self) -> None:
-        """Until `commit`, `revert` restores the sizes at this moment."""
+        """Until `commit`, `revert` restores the present sizes."""
         self._sizes_before = {}
 
     def commit(self) -> None:
@@ -60,7 +60,7 @@ class SharedCapacity:
     """Owners are tenant names; "" without keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
-        """`usage`: given if others read or revert it."""
+        """`usage`: if others read or revert it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 
@@ -73,7 +73,7 @@ class SharedCapacity:
         return amount <= self.available_to_owner(owner)
 
     def available_to_owner(self, owner: str) -> int:
-        """If there are keys, a tenant must leave others as many bytes as it holds itself."""
+        """With keys, a tenant must leave others as many bytes as it holds."""
         free, mine = self._size - self.total_used, self._usage[owner]
         return free - mine if owner else free
 

@@ -42,9 +42,9 @@ class Router:
             topic, number, payload = self.socket.recv_multipart()
             assert topic == TOPIC.encode()
             self.numbers.append(int.from_bytes(number, "big"))
-            self.take(msgspec.msgpack.decode(payload))
+            self.apply_batch(msgspec.msgpack.decode(payload))
 
-    def take(self, batch: dict[str, Any]) -> None:
+    def apply_batch(self, batch: dict[str, Any]) -> None:
         assert batch["ts"] > 1.7e9
         for event in batch["events"]:
             match event["type"]:
@@ -188,7 +188,7 @@ def test_replicas_have_separate_endpoints_and_sequence_numbers() -> None:
     ("settings", "wrong"),
     [
         ({"enable_prefix_caching": False}, "kv_events_config: prefix caching is off"),
-        ({"kv_offload_memory": 0.1}, "kv_events_config: blocks that KV offload loads are not told"),
+        ({"kv_offload_memory": 0.1}, "kv_events_config: KV events do not cover KV offload"),
     ],
 )
 def test_kv_events_are_rejected_with_offload_without_prefix_cache_and_encoders(

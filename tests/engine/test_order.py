@@ -68,7 +68,7 @@ def test_invalid_scheduler_place_fails_only_that_request(tmp_path: Path) -> None
     while engine.has_work or not outputs:
         outputs += engine.step()
     ended = {each.id: each.error or each.finish_reason for each in outputs if each.finish_reason}
-    prefix = "scheduler_cls: Broken.place "
+    prefix = "scheduler_cls: BrokenScheduler.place "
     assert ended == {
         "first": "length",
         "long": f"{prefix}gave nan, which is not a number",

@@ -522,7 +522,7 @@ def test_draft_heads_are_rejected_on_several_gpus(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_shot_sums_requires_several_gpus(ranks: int) -> None:
-    with pytest.raises(ConfigError, match="one_shot_sums: several GPUs"):
+    with pytest.raises(ConfigError, match="one_shot_sums: it only affects several GPUs"):
         engine(DEMO_MODEL, ranks, one_shot_sums=True)
 
 

@@ -1,6 +1,4 @@
-"""Model architectures as data, without torch. A layer is a tuple of sublayer specs; engine/layers makes modules of
-them.
-"""
+"""Model architectures as data, without torch. A layer is a tuple of sublayer specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al., 2023) and its norms."""
+"""Grouped-query attention (Ainslie et al., 2023), with its norms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class AttentionLayerSpec(SublayerSpec):
     num_kv_heads: int
     head_dim: int
     scale: float
-    """Factor of the attention scores."""
     rope: dict[str, Any] | None
     """Like ModelConfig.rope; None: NoPE."""
     norm: NormSpec
@@ -27,22 +26,22 @@ class AttentionLayerSpec(SublayerSpec):
     chunked: bool = False
     """See AttentionParams.has_chunked_window."""
     softcap: float | None = None
-    """Scores s become c * tanh(s / c)."""
+    """A score s becomes c * tanh(s / c)."""
     sinks: bool = False
-    """Each query head has an extra score (AttentionParams.sinks)."""
+    """Query heads have an extra score (AttentionParams.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
     """See QKNormRopeParams.norm_kind; unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
-    """None: as `rope` defines it."""
+    """None: as in `rope`."""
     alibi: float | None = None
-    """ALiBi (Press et al., 2022): factor of each head's slope."""
+    """ALiBi (Press et al., 2022): factor of all slopes."""
     input_norm: bool = True
     has_output_gate: bool = False
-    """Outputs are multiplied by the sigmoid of a gate, projected like queries."""
+    """Outputs are multiplied by the sigmoid of a gate, which is projected like queries."""
     head_gates: bool = False
-    """Like has_output_gate, but with one gate per head: gate_proj has num_heads outputs."""
+    """Like has_output_gate, with one gate per head: gate_proj has num_heads outputs."""
     output_norm: bool = False
     """Applied before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None
@@ -57,9 +56,9 @@ class AttentionLayerSpec(SublayerSpec):
     lookahead: int | None = 0
     """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
-    """Image tokens see each other if the step asks for it."""
+    """Image tokens see each other in steps that ask for it."""
     kv_source_layer: int | None = None
-    """Layer to read keys and values from; None: its own."""
+    """Layer whose keys and values are read; None: its own."""
 
     @property
     def kv_cache_spec(self) -> PagedState | SharedState:
@@ -73,7 +72,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """How the numbers that it caches of a token come about, for people to read; "": it caches none."""
+        """Explains to users how many values are cached per token; "" if none."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

@@ -39,7 +39,7 @@ class DecoderSpec:
     tie_embeddings: bool
     embedding_scale: float = 1.0
     positions: int | None = None
-    """Rows of a learned position table; None without one."""
+    """Rows of a learned position table."""
     embedding_norm: bool = False
     residual_multiplier: float = 1.0
     """The residual stream is kept divided by it."""
@@ -48,12 +48,12 @@ class DecoderSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    """Logits l become c * tanh(l / c)."""
+    """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
     """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
 
     def parameter_shapes(self) -> ParameterShapes:
-        """A tied head is not listed separately."""
+        """Without a tied head."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
@@ -61,7 +61,7 @@ class DecoderSpec:
         return shapes if self.tie_embeddings else shapes | self.head_shapes()
 
     def outer_shapes(self) -> ParameterShapes:
-        """Embedding and position tables and the norms outside of the layers; without the head."""
+        """Embedding and position tables, and norms outside layers; not the head."""
         hidden = self.hidden_size
         shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (self.vocab_size, hidden)}
         if self.positions is not None:
@@ -72,11 +72,11 @@ class DecoderSpec:
         return shapes | norm_shapes({**norms, FINAL_NORM: hidden}, self.norm)
 
     def head_shapes(self) -> ParameterShapes:
-        """A tied head uses the embedding's weight instead."""
+        """A tied head has the embedding's weight instead."""
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Parameters of the token and position tables, which a step looks up instead of multiplying."""
+        """Token and position tables: a step looks them up instead of multiplying."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -88,14 +88,14 @@ class DecoderSpec:
             name, layer_shapes = f"model.layers.{index}", ParameterShapes()
             for sublayer in layer:
                 shapes = sublayer.parameter_shapes(name, hidden)
-                # A norm that two sublayers of a layer read.
+                # A norm that two sublayers of a layer read counts once.
                 repeated = count_parameters({key: shapes[key] for key in shapes.keys() & layer_shapes.keys()})
                 costs += sublayer.step_costs(name, hidden) + StepCosts(dense_parameters=-repeated)
                 layer_shapes |= shapes
         return costs
 
     def adaptable_linears(self) -> LinearSizes:
-        """Includes the embedding and the head."""
+        """Includes embedding and head."""
         hidden = self.hidden_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):
@@ -119,12 +119,12 @@ class DecoderSpec:
 
     @property
     def needs_state_snapshots(self) -> bool:
-        """A cached prefix can only be continued from a state snapshot."""
+        """True if only a state snapshot can continue a cached prefix."""
         return any(isinstance(each, MatrixState) for each in self.kv_cache_specs)
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """None if layers can be divided among processes."""
+        """None if processes can divide the layers."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -134,7 +134,7 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if everything can be divided among `ranks`."""
+        """None if `ranks` can divide everything."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
@@ -155,7 +155,7 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """Replace attention layer by layer; None keeps it."""
+        """Replace attention per layer; None keeps it."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,

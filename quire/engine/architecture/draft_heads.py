@@ -1,5 +1,3 @@
-"""Parameter shapes of draft heads."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,17 +10,17 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Modules that only MTP layers have: the norms of the embedding and of the hidden state, the linear that joins both,
-and the last norm.
+"""Modules of MTP layers only: norms of the embedding and of the hidden state, the linear that joins both, and the last
+norm.
 """
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-"""Norms of embeddings, of hidden states, and of the input of EAGLE-3's head."""
+"""Norms of embeddings, of hidden states, and of the head's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """One or two layers with the norms and the linear before them."""
+    """One or two layers, preceded by norms and a linear."""
 
     layers: tuple[LayerSpec, ...]
     hidden_size: int
@@ -30,7 +28,7 @@ class MTPSpec:
 
     @classmethod
     def from_decoder(cls, spec: DecoderSpec) -> MTPSpec:
-        """`spec`: a decoder that consists of these layers."""
+        """`spec`: a decoder of just these layers."""
         return cls(spec.layers, spec.hidden_size, spec.norm)
 
     @property
@@ -38,7 +36,7 @@ class MTPSpec:
         return {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """Everything but the layers. Embedding and head are the decoder's."""
+        """Everything but the layers, embedding and head."""
         size = self.hidden_size
         norms = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), size)
         return linear_shapes([EH_PROJ], size, 2 * size) | norm_shapes(norms, self.norm)
@@ -54,22 +52,22 @@ class EagleSpec:
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """The linear that joins its inputs into one hidden state has a bias."""
+    """Bias of the linear that joins the inputs into one hidden state."""
     aux_layers: tuple[int, ...] = ()
     """EAGLE-3 reads the inputs of these decoder layers."""
     norm_before_residual: bool = False
-    """EAGLE-3: the residual stream begins with the normed hidden state."""
+    """EAGLE-3: the residual stream starts with the normed hidden state."""
     draft_vocab_size: int | None = None
-    """Size of EAGLE-3's own head; None: it uses the decoder's head, like EAGLE."""
+    """Size of EAGLE-3's own head; None: it uses the decoder's, like EAGLE."""
     has_token_map: bool = False
-    """Its head's token ids differ from the decoder's."""
+    """The draft head's token ids differ from the decoder's."""
 
     @property
     def layers_by_name(self) -> dict[str, LayerSpec]:
         return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """Everything but the layers and the token map. The embedding is the decoder's."""
+        """Everything but the layers, token map and embedding."""
         size = self.hidden_size
         shapes = linear_shapes([EAGLE_FC], size, (len(self.aux_layers) or 2) * size, bias=self.fc_bias)
         if self.draft_vocab_size is None:

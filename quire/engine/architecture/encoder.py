@@ -24,7 +24,7 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeightNames:
-    """Names within a layer follow the layer's."""
+    """Names in layers follow `layer_template`."""
 
     word_embeddings: str
     layer_template: str
@@ -33,7 +33,7 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """One tensor (fused with the gate if gated), or (gate, up)."""
+    """One tensor, fused with any gate, or (gate, up)."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -41,7 +41,7 @@ class EncoderWeightNames:
     embedding_norm: str | None = None
     final_norm: str | None = None
     relative_attention_bias: str | None = None
-    """Table of [buckets, heads]."""
+    """[buckets, heads]."""
     layer_scales: tuple[str, str] | None = None
     """Per-channel factors of both sublayers' outputs."""
     qk_norms: tuple[str, str] | None = None
@@ -62,36 +62,36 @@ class EncoderSpec:
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """Linears of ForSequenceClassification, given hidden size and number of labels."""
+    """ForSequenceClassification's linears, for a hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the position table; 0 without one."""
+    """Rows of the position table; 0: none."""
     first_position: int = 0
     """Row of a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
-    """Buckets of relative positions. All layers share their table."""
+    """Buckets of relative positions, in one table for all layers."""
     bias: bool = True
     qkv_bias: bool = True
-    """Only effective with `bias`."""
+    """Requires `bias`."""
     up_bias: bool = True
-    """Only effective with `bias`."""
+    """Requires `bias`."""
     norm_bias: bool = True
     gated: bool = False
-    """A gated MLP (Shazeer, 2020)."""
+    """Gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
-    """The gate follows up in the fused tensor."""
+    """In the fused tensor, the gate follows `up`."""
     pre_norm: bool = False
-    """The first layer has no norm before attention."""
+    """Norms precede sublayers; the first layer's attention has none."""
     has_first_layer_norm: bool = False
-    """The exception to `pre_norm`."""
+    """With `pre_norm`, the first layer's attention has a norm too."""
     has_rms_norms: bool = False
     """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """Per layer; (): the first."""
     causal: bool = False
     pads_prompts: bool = False
-    """Prompts are padded to the maximum length, and padding is attended to."""
+    """Prompts are padded to the maximum length; attention includes padding."""
     projection: tuple[HeadLayerSpec, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
 
@@ -101,7 +101,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """Number of tokens; None without a position table."""
+        """In tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:
@@ -123,11 +123,11 @@ class EncoderSpec:
         return shapes
 
     def table_parameters(self) -> int:
-        """Parameters of the lookup tables for tokens, positions and segments."""
+        """Token, position and segment tables."""
         return (self.vocab_size + self.positions + self.segments) * self.hidden_size
 
     def step_costs(self) -> StepCosts:
-        """The embedding is counted as if it were an output head."""
+        """The embedding counts as an output head."""
         word_embeddings = self.vocab_size * self.hidden_size
         lookups = self.table_parameters() - word_embeddings
         return StepCosts(

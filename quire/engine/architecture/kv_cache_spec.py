@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 16
-"""Tokens hashed together in larger blocks. A cached prefix may end after each piece."""
+"""Tokens hashed together in larger blocks. A cached prefix may end after any piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +14,11 @@ class PagedState:
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
     head: int = 0
-    """Elements of one key if layers differ: their blocks have other shapes."""
+    """Elements of one key if layers differ: their blocks have different shapes."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Bytes per token in pages. kv_width: bytes of one key or value element; model_width: bytes of one element of
-        the model's type; head_scale_bytes: extra bytes per head for scales, if the elements are quantized codes.
+        """Bytes in pages. kv_width: bytes per key or value element; model_width: bytes per element of the model's
+        dtype; head_scale_bytes: extra bytes per head for scales of quantized elements.
         """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
@@ -26,7 +26,7 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """A convolution's last columns in the sequence's slot. KV blocks keep those at the end of every PIECE tokens, for
+    """A sequence's slot holds a convolution's last columns. KV blocks hold those at the end of every PIECE tokens, for
     other sequences to continue from.
     """
 
@@ -41,17 +41,17 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Same as PagedState's, but columns are never quantized to few bits."""
+        """Like PagedState's, but columns are never quantized to few bits."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Drafts have separate columns, since they may be rejected. `width`: bytes per element."""
+        """Drafts have separate columns because they may be rejected. `width`: bytes per element."""
         return (self.columns + drafts) * self.channels * width
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. It
+    """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. This
     is too large for KV blocks: a cached prefix needs a snapshot.
     """
 
@@ -79,7 +79,7 @@ class MatrixState:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The layer reads another layer's KV blocks."""
+    """For a layer that reads another layer's KV blocks."""
 
     layer: int
     """Index of an earlier layer."""

@@ -22,12 +22,12 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Elements of the rotated part of keys and queries."""
+    """Rotated elements of keys and queries."""
     qk_nope_head_dim: int
-    """Elements of a head's unrotated part."""
+    """A head's unrotated elements."""
     v_head_dim: int
     q_lora_rank: int | None
-    """Elements of query latents; None without them."""
+    """Elements of query latents; None: no latents."""
     scale: float
     rope: dict[str, Any]
     """Like AttentionLayerSpec.rope, for `qk_rope_head_dim` elements."""
@@ -35,7 +35,7 @@ class MLALayerSpec(SublayerSpec):
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """Applies to the linears that make latents, and o_proj."""
+    """Applies to o_proj and the linears that make latents."""
 
     @property
     def head_dim(self) -> int:
@@ -56,12 +56,12 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def attention_width(self) -> int:
-        """The mean of keys and values."""
+        """Mean of the widths of keys and values."""
         return self.num_heads * (self.qk_rope_head_dim + self.qk_nope_head_dim + self.v_head_dim) // 2
 
     @property
     def kv_formula(self) -> str:
-        """Same as AttentionLayerSpec's."""
+        """As in AttentionLayerSpec."""
         return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -83,7 +83,7 @@ class MLALayerSpec(SublayerSpec):
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """kv_b_proj is left out: the layer converts its weight."""
+        """Without kv_b_proj: the layer converts its weight."""
         linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
         del linears[f"{layer}.self_attn.kv_b_proj"]
         return linears

@@ -1,4 +1,4 @@
-"""An MLP, gated (Shazeer, 2020) or not, and its norms."""
+"""MLPs, gated (Shazeer, 2020) or not, with their norms."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class MLPSpec(SublayerSpec):
     bias: bool = False
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
-    """Gated: silu or gelu_tanh. Ungated: any other than silu."""
+    """Gated: silu or gelu_tanh. Ungated: all but silu."""
     input_norm: bool = True
     output_norm: bool = False
     """Applied before the residual addition."""
     parallel: bool = False
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False
-    """Uses attention's input norm."""
+    """Reads attention's input norm."""
     multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate function's input and of the output."""
     name: str = "mlp"
@@ -47,7 +47,7 @@ class MLPSpec(SublayerSpec):
     def input_norm_name(self) -> str:
         if self.shares_norm:
             return "input_layernorm"
-        # In families with output norms, post_attention_layernorm is attention's output norm instead.
+        # With output norms, post_attention_layernorm is attention's output norm.
         return "pre_feedforward_layernorm" if self.output_norm else "post_attention_layernorm"
 
     def tensor_parallel_error(self, ranks: int) -> str | None:

@@ -21,22 +21,22 @@ from quire.kernels.parameters.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """An MLP for every token, gated like the experts."""
+    """MLP for every token, gated like the experts."""
 
     intermediate_size: int
     name: str
     gate_name: str | None = None
-    """A linear with one output. Its sigmoid scales the MLP's output."""
+    """Linear with one output; its sigmoid scales the MLP's output."""
     bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LatentMoESpec:
-    """Experts in a smaller latent space, with linears into and out of it (Nemotron 3 Super, NVIDIA, 2026)."""
+    """Experts in a smaller latent space, between two linears (Nemotron 3 Super, NVIDIA, 2026)."""
 
     latent_size: int
     projection_names: tuple[str, str]
-    """Checkpoint names within the layer of the linears into and out of the latent space."""
+    """Checkpoint names within the layer: into the latent space, and out of it."""
     bias: bool = False
 
 
@@ -49,37 +49,37 @@ class MoELayerSpec(SublayerSpec):
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
-    """None: experts have the layer's hidden size."""
+    """None: experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
-    """Norm of the experts' summed output, applied before the residual addition."""
+    """Applied to the experts' summed output, before the residual addition."""
     router_bias: bool = False
     float_router: bool = False
-    """Router weights are float32 in any model dtype."""
+    """Router weights are always float32."""
     correction: str | None = None
-    """Name of a bias used only for choosing experts."""
+    """Name of a bias that only affects the choice of experts."""
     correction_row: bool = False
-    """Stored as [1, experts]."""
+    """The bias is stored as [1, experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
-    """Without gates, experts and shared experts use squared ReLU."""
+    """False: experts and shared experts use squared ReLU."""
     shares_norm: bool = False
-    """Uses attention's input norm."""
+    """Reads attention's input norm."""
     parallel: bool = False
-    """Experts read the previous sublayer's input, and outputs are summed."""
+    """Experts read the previous sublayer's input; outputs are summed."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    """Checkpoint names of the input and output norms within the layer."""
+    """Checkpoint names within the layer: input norm, output norm."""
     gelu: bool = False
-    """Gates use tanh GELU instead of SiLU."""
+    """Gates use tanh GELU, not SiLU."""
     router_scale: str | None = None
-    """Name of a factor of the router's input, which is first normed without weights and scaled by hidden^-0.5."""
+    """Name of a factor of the router's input, after a weightless norm and scaling by hidden^-0.5."""
     expert_scales: str | None = None
-    """Name of factors of the expert weights."""
+    """Name of the expert weights' factors."""
     is_expert_parallel: bool = False
     """Ranks have whole experts."""
     name: str = "mlp"
-    """Within the layer; "" for the layer itself. Router and linears are named below it."""
+    """Module within the layer that contains router and linears; "": the layer itself."""
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -115,11 +115,11 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Return only linears that every token uses, except the shared expert's gate."""
+        """Only linears that every token uses, without the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Parameters that every token uses: shared experts and latent projections."""
+        """Parameters that every token uses: shared expert and latent projections."""
         shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
             prefix, size = f"{layer}.{shared.name}", shared.intermediate_size
@@ -131,7 +131,7 @@ class MoELayerSpec(SublayerSpec):
         return shapes
 
     def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Return only the shapes of routed experts."""
+        """Routed experts only."""
         width = hidden_size if self.latent is None else self.latent.latent_size
         up_names = (self.gate, self.up) if self.gated else (self.up,)
         shapes = ParameterShapes()

@@ -1,4 +1,4 @@
-"""Linears after pooling: dense modules of embedding models, and classifier heads."""
+"""Linears after pooling: embedding models' dense modules, and classifier heads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ class HeadLayerSpec:
     bias: bool = True
     activation: str = "identity"
     norm: str | None = None
-    """Name of a LayerNorm after the activation."""
+    """LayerNorm after the activation."""
     norm_bias: bool = False
     eps: float = 0.0

@@ -16,19 +16,19 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
-    """Keeps a [key, value] matrix per head, and the last columns of a convolution."""
+    """Keeps a [key, value] matrix per head, and a convolution's last columns."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
-    """Tokens that the convolution sees, including the current one."""
+    """Tokens that the convolution sees, the current one included."""
     norm: NormSpec
 
     @property
     @abstractmethod
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(heads, channels per head) of each convolution input. Ranks divide the heads."""
+        """(heads, channels per head) of each convolution input. Ranks divide heads."""
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
@@ -52,10 +52,10 @@ class MatrixStateSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec(MatrixStateSpec):
-    """Heads are value heads. The output norm has no weight offset."""
+    """Heads are value heads. The output norm lacks a weight offset."""
 
     num_key_heads: int
-    """Each serves equally many value heads."""
+    """Key heads serve equally many value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -106,23 +106,23 @@ class Mamba2LayerSpec(MatrixStateSpec):
     """`key_dim`: elements of b and c. `value_dim`: elements of a head's x."""
 
     num_groups: int
-    """Heads of a group share b and c."""
+    """A group's heads share b and c."""
     result_eps: float
     bias: bool = False
-    """Whether in_proj has a bias; other linears are unaffected."""
+    """Applies to in_proj only."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
     """Per group, after or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Bounds of the time steps."""
+    """Bounds of time steps."""
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
-    """Reads the stream through attention's norm, before attention's output."""
+    """Reads attention's norm of the stream, before attention's output is added."""
     joins_input_only: bool = False
-    """The previous sublayer's output is added to the input, but not to the stream."""
+    """The previous sublayer's output is added to this one's input, but not to the stream."""
     parent_module: str = ""
-    """Checkpoint module within the layer that contains this one; "" for the layer itself."""
+    """Checkpoint module within the layer that contains this one; "": the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -153,8 +153,8 @@ class Mamba2LayerSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaLayerSpec(MatrixStateSpec):
-    """Heads are groups of `value_dim` channels computed together. `key_dim`: elements of a channel's state, of b and of
-    c.
+    """A head is a group of `value_dim` channels computed together. `key_dim`: elements of a channel's state, of b and
+    of c.
     """
 
     dt_rank: int
@@ -163,7 +163,7 @@ class MambaLayerSpec(MatrixStateSpec):
     """Applies to in_proj and out_proj."""
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of dt's projection input, b and c; plain has no weights."""
+    """Norms of b, c, and the input of dt's projection; plain: without weights."""
     inner_eps: float = 1e-6
 
     @property

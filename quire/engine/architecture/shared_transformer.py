@@ -1,4 +1,4 @@
-"""Attention and MLP with weights shared by several layers (Zamba 2: Glorioso et al., 2024)."""
+"""Attention and MLP whose weights several layers share (Zamba 2: Glorioso et al., 2024)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SHARED_TRANSFORMER = "shared_transformer"
 @dataclass(frozen=True, slots=True)
 class SharedTransformerSpec(SublayerSpec):
     attention: AttentionLayerSpec
-    """Its input is twice the hidden size."""
+    """Reads twice the hidden size."""
     intermediate_size: int
     bias: bool
     activation: Activation
     norm: NormSpec
     weights_layer: int
-    """Holds the weights in a checkpoint."""
+    """Layer that holds the weights in a checkpoint."""
     use_index: int
-    """Position among all uses; names the low-rank linears."""
+    """Index among all uses, in names of low-rank linears."""
     adapter_rank: int
     adapts_attention: bool
     """Q, K and V have low-rank linears too, not only the MLP."""
@@ -64,7 +64,7 @@ class SharedTransformerSpec(SublayerSpec):
         return self.attention.kv_formula
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
-        """Every use reads the weights that all uses share."""
+        """Every use reads the shared weights."""
         return super(SharedTransformerSpec, self).step_costs(f"model.layers.{self.weights_layer}", hidden_size)
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -93,12 +93,12 @@ class SharedTransformerSpec(SublayerSpec):
         return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
 
     def attention_adapter_name(self, projection: str) -> str:
-        """Its low-rank linears are .0 and .1."""
+        """The low-rank linears below this name are .0 and .1."""
         return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
 
     @property
     def mlp_adapter_name(self) -> str:
-        """Its low-rank linears are .0, .1.gate and .1.up."""
+        """The low-rank linears below this name are .0, .1.gate and .1.up."""
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:

@@ -12,7 +12,7 @@ PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 @dataclass(frozen=True, slots=True)
 class OutputNormSpec(SublayerSpec):
-    """Norm of the previous sublayers' output, before the residual addition."""
+    """Norms the previous sublayers' output before the residual addition."""
 
     norm: NormSpec
     norm_name: str
@@ -23,7 +23,7 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """Multiplies the stream, pending output included, by a learned number."""
+    """Multiplies the stream, with pending output, by a learned number."""
 
     scalar_name: str
 
@@ -39,7 +39,7 @@ class PerLayerInputsSpec:
     num_layers: int
     norm: NormSpec
     image_token_id: int
-    """Image tokens use this token's embeddings."""
+    """Image tokens use its embeddings."""
 
     @property
     def total_size(self) -> int:

@@ -8,21 +8,20 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step reads and computes, in a sublayer or a whole model."""
+    """Costs of a step in a sublayer or a whole model."""
 
     dense_parameters: int
-    """Parameters that every token is multiplied with, each as often as a step reads it. Without looked-up tables and
-    routed experts.
+    """Parameters that every token is multiplied with, counted once per read. Excludes lookup tables and routed experts.
     """
     head_parameters: int = 0
-    """Those in the output head, tied or not. Only sampled tokens are multiplied with them."""
+    """The output head's, tied or not. Only sampled tokens are multiplied with it."""
     num_experts: int = 0
-    """Routed experts per layer; 0 without experts."""
+    """Routed experts per layer."""
     experts_per_token: int = 0
     expert_parameters: int = 0
-    """Parameters in the routed experts of all layers."""
+    """Routed experts' parameters in all layers."""
     attention_width: int = 0
-    """Query heads times head size, summed over layers with attention."""
+    """Query heads times head size, summed over attention layers."""
 
     def __add__(self, other: StepCosts) -> StepCosts:
         return StepCosts(
@@ -35,25 +34,24 @@ class StepCosts:
         )
 
     def expert_parameters_read(self, tokens: int) -> float:
-        """Expert parameters that a step of `tokens` reads if all experts are chosen equally often."""
+        """Assumes that all experts are chosen equally often."""
         share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.expert_parameters * share
 
     def parameters_read(self, tokens: int) -> int:
-        """Parameters that a step of `tokens` reads."""
         return round(self.dense_parameters + self.expert_parameters_read(tokens))
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with, including only the experts chosen for it."""
+        """Includes only the routed experts that one token uses."""
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
-        """FLOPs for a token that follows `context` others."""
+        """`context`: number of preceding tokens."""
         return 2 * self.active_parameters + 4 * self.attention_width * context
 
     def prefill_flops(self, tokens: int) -> int:
-        """FLOPs for a prompt, with only its last token sampled from."""
+        """Samples only from the last token."""
         body = self.active_parameters - self.head_parameters
         return tokens * 2 * body + 2 * self.head_parameters + 2 * self.attention_width * tokens**2
 
@@ -65,7 +63,7 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> State | None:
-        """None: nothing is kept per sequence."""
+        """None: keeps nothing per sequence."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -74,11 +72,10 @@ class SublayerSpec:
 
     @property
     def attention_width(self) -> int:
-        """Query heads times head size; 0 for what does not attend."""
+        """Query heads times head size; 0 without attention."""
         return 0
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
-        """`layer`, `hidden_size`: as in `parameter_shapes`."""
         dense = count_parameters(self.parameter_shapes(layer, hidden_size))
         return StepCosts(dense_parameters=dense, attention_width=self.attention_width)
 
@@ -86,7 +83,7 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if everything can be divided among `ranks`."""
+        """None if `ranks` can divide everything."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Reads config.json into a ModelConfig. No torch."""
+"""Reads config.json. No torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields under Llama's names, with the family's defaults for missing ones. `raw` is a config.json or its
-    text part.
-    """
+    """Return fields under Llama's names, with the family's defaults. `raw` is a config.json or its text part."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -41,7 +39,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         if fields.get("sliding_window_pattern") == 0:
             fields["sliding_window_pattern"] = None
         defaults = {name: value for name, value in family.defaults.items() if fields.get(name) is None}
-        if fields.get("rope_scaling"):  # older files' RoPE
+        if fields.get("rope_scaling"):  # RoPE of older files
             defaults.pop("rope_parameters", None)
         fields |= defaults | {name: value for name, value in family.missing_defaults.items() if name not in fields}
         if family.fill_derived_fields is not None:
@@ -52,7 +50,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A multimodal model's text decoder has its own object, which overrides outer keys."""
+    """A multimodal model's text decoder has its own object, which overrides outer fields."""
     text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
@@ -69,7 +67,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
-    """Raises ModelError if it is not an object."""
+    """Raises ModelError for anything but an object."""
     for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
@@ -77,7 +75,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """If not, transformers' class is used. An encoder's config.json may describe a decoder."""
+    """False: transformers' class computes the model. An encoder's config.json may describe a decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -90,7 +88,7 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """None if the model is supported."""
+    """None if supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -104,7 +102,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """The fields must be checked before."""
+    """Fields must already be checked."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -136,14 +134,14 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized. A CPU then computes in float32 with a bfloat16 KV cache, in the same
-    memory: docs/guides/quantization.md.
+    """True if nearly all matrices are quantized: a CPU then computes in float32 with a bfloat16 KV cache, in the same
+    memory (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """Quantized checkpoints without a dtype are bfloat16, as gpt-oss is; others float32."""
+    """Without a dtype, quantized checkpoints are bfloat16, as gpt-oss is; others float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -152,7 +150,7 @@ def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
 
 
 def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
-    """`label` names the file in errors. Raises ModelError naming a wrong field."""
+    """`label`: the file's name in errors. Raises ModelError naming a wrong field."""
     names, family = file_field_names(content), find_decoder_family(content.get("model_type"))
     with use_file_names_in_errors(names):
         raw = convert_parsed_json(normalize_config_fields(content), FamilyConfigFields, label)
@@ -188,7 +186,7 @@ def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
-    """Raise ModelError if fields contradict each other."""
+    """Raise ModelError for contradictory fields."""
 
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
@@ -211,7 +209,7 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
-    """Raises ModelError that names the key."""
+    """Raises ModelError naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
@@ -220,7 +218,7 @@ def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
 
 
 def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names to the file's where the family's differ."""
+    """Map our names to the file's, where they differ."""
     text_fields = raw.get("text_config")
     fields = {**raw, **text_fields} if isinstance(text_fields, Mapping) else raw
     family, names = find_any_family(fields.get("model_type")), dict[str, str]()
@@ -245,8 +243,6 @@ def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_file_names_in_errors(read: Callable[[Mapping[str, Any]], _T]) -> Callable[[Mapping[str, Any]], _T]:
-    """Wrap `read` so that its errors name fields as the file does."""
-
     @wraps(read)
     def read_with_file_names(raw: Mapping[str, Any]) -> _T:
         with use_file_names_in_errors(file_field_names(raw)):

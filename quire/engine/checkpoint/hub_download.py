@@ -1,4 +1,4 @@
-"""Selects and verifies files. The hub's client downloads them into its shared cache, resumes, and works offline."""
+"""Selects and verifies files. The hub's client downloads them to its shared cache, resumes, and works offline."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
 """Used if a repository has no safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
-"""Minimum bytes per request. Most headers fit into one."""
+"""Minimum per request; most headers fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
     size: int
     sha256: str | None
-    """None for small files, which are in git."""
+    """None for small files: they are in git."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """Keys are paths. None if only the cache has the file, because the hub is unreachable."""
+    """Keyed by path. None if the hub is unreachable and only the cache has the file."""
     commit: str
 
     @property
@@ -46,7 +46,7 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
-        """Patterns of PyTorch files, which are downloaded only if a repository has no safetensors."""
+        """Empty if the repository has safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
@@ -86,7 +86,7 @@ def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
 
 
 def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
-    """Falls back to the cache. Raises the hub client's errors."""
+    """Falls back to the cache. Raises the client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 
@@ -144,7 +144,7 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
 
 def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
     """Relies on the documented cache layout."""
-    from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
+    from huggingface_hub import constants  # takes 10 ms; the client's import takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
     revision_name = revision or constants.DEFAULT_REVISION
@@ -157,7 +157,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """Return None unless all parts are cached. Does not ask the hub."""
+    """None unless all parts are cached. Does not ask the hub."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -172,7 +172,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """True for incomplete weights too."""
+    """True even if incomplete."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)
@@ -180,8 +180,8 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, file: str, target_dir: Path) -> Path:
-    """Return the folder with config.json. For a GGUF model, fetch only headers, a few MB, into sparse files of full
-    size, and return the first. Raises ModelError.
+    """Return config.json's folder. For a GGUF model, fetch only headers, a few MB, into sparse files of full size, and
+    return the first file. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):
@@ -197,7 +197,7 @@ def fetch_config(name: HubName, revision: str | None, file: str, target_dir: Pat
 def _fetch_gguf_header(name: HubName, listing: RepoListing, path: str, target_dir: Path) -> None:
     file = listing.files[path]
     target = target_dir / PurePosixPath(path).name
-    if file is None:  # only the cache has it
+    if file is None:  # only the cache has the file
         folder = _find_cached_snapshot(name, listing.commit)
         assert folder is not None
         target.symlink_to(folder / path)

@@ -21,8 +21,8 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
-    """Raises ModelError instead."""
-    # Connection errors are its HTTP library's, imported under this name.
+    """Raises ModelError for the client's errors."""
+    # The HTTP library's base class, also of connection errors.
     from huggingface_hub.errors import HTTPError
 
     try:
@@ -31,7 +31,7 @@ def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
         raise
     except (OSError, ValueError, HTTPError) as error:
         raise ModelError(f"model: {_explain_error(error, name, revision)}") from error
-    except RuntimeError as error:  # hf_xet's
+    except RuntimeError as error:  # raised by hf_xet
         if "No space left" in str(error):
             raise ModelError(f"model: {_disk_full_message(name)}") from error
         first_line = next(iter(str(error).splitlines()), "")
@@ -76,7 +76,7 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
     if not isinstance(error, errors.HfHubHTTPError):
         return None
     status = error.response.status_code
-    if status == 401 and token is None:  # the hub's answer if existence is secret
+    if status == 401 and token is None:  # the hub's answer for private repositories
         return _not_found_message(repo, private=True)
     if status in (401, 403):
         return f"HF_TOKEN: the hub refuses this token for {repo} (status {status})"
@@ -109,14 +109,14 @@ def _find_similar_repo(repo: str) -> str | None:
 
     owner, _, name = repo.partition("/")
     repo_ids: list[str] = []
-    with suppress(Exception):  # only a hint
+    with suppress(Exception):  # the suggestion is optional
         for search in (name, owner):
             repo_ids += [each.id for each in HfApi().list_models(search=search, limit=_SEARCH_LIMIT)]
     return next(iter(get_close_matches(repo, repo_ids, 1, 0.75)), None)
 
 
 def check_disk_space(name: HubName, needed_bytes: int) -> None:
-    """Raise ModelError if the cache's disk is too full."""
+    """Raise ModelError if the cache's disk lacks space."""
     free_bytes = _free_disk_bytes()
     if free_bytes is not None and needed_bytes > free_bytes:
         sizes = f"{needed_bytes / _GIB:.1f} GiB are needed, {free_bytes / _GIB:.1f} GiB are free"
@@ -133,7 +133,7 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
-    """Bytes that this user may write on the disk of the hub's cache; None if unknown."""
+    """Bytes that this user may write to the disk of the hub's cache; None if unknown."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

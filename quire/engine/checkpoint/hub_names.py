@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from quire.engine.common.errors import ModelError
 
 ANY_GGUF = "GGUF"
-"""The best GGUF file, as for `-hf OWNER/REPO`."""
+"""The best GGUF file, like `-hf OWNER/REPO`."""
 _HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 _NAME_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
 _TAG_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
@@ -23,10 +23,10 @@ _REVISION_PATHS = ("tree", "blob", "resolve", "raw")
 class HubName:
     repo: str
     tag: str | None = None
-    """A GGUF file's, such as Q4_K_M. ANY_GGUF: the nearest to it."""
+    """Quantization in a GGUF file's name, such as Q4_K_M; ANY_GGUF: the nearest to it."""
     file: str | None = None
     revision: str | None = None
-    """Set if the name was a URL with a revision."""
+    """Set by a URL with a revision."""
 
     @property
     def wants_gguf(self) -> bool:
@@ -40,7 +40,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """None for other names, such as paths. Raises ModelError for an address that is not a model's."""
+    """None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest
@@ -74,7 +74,7 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def _path_on_hub(name: str) -> str | None:
-    """None unless the name is an address."""
+    """None for non-URLs."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")

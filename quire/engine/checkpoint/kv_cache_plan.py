@@ -18,40 +18,39 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
 """Bits per weight quantized at load (engine/layers/schemes/online_quantization.py), with scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
-"""Bits per weight of the embedding and the head, if they are quantized at load."""
+"""Bits per weight of embedding and head, if quantized at load."""
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""Extra bytes per head and token by kv_cache_dtype, besides a byte per element (kernels/kv_quantization.py)."""
+"""Extra bytes per head and token, by kv_cache_dtype, besides a byte per element (kernels/kv_quantization.py)."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
-"""The machine needs memory for other things too."""
+"""The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
 """Share of the memory that is free after loading."""
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""Limit of the memory for states on a CPU, unless state_memory is set."""
+"""Applies unless state_memory is set."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
-"""States get at most a third of a GPU's free memory by default."""
+"""By default, states get at most a third of a GPU's free memory."""
 MIN_BLOCK_BYTES = 256
 """Bookkeeping, such as hashes, if layers keep nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Estimate of what CUDA, its libraries and PyTorch take before any tensor."""
+"""Estimate for CUDA, its libraries and PyTorch before any tensor."""
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decode rows in mixed-batch CUDA graphs (engine/worker/graphs/mixed_batch_graphs.py). Up to about 300 rows, an H100
-takes longer to read weights than to multiply.
+reads weights longer than it multiplies.
 """
 MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Larger steps take a GPU longer than the host takes to launch kernels, even in small models."""
+"""In larger steps, even small models take a GPU longer than the host takes to launch kernels."""
 MAX_MIXED_GRAPHS = 32
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
-"""Driver memory per graph: an unmeasured assumption."""
+"""An unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
-"""Per NCCL call in a graph: an unmeasured assumption. By its sources (src/enqueue.cc, `uploadWork`, with
-NCCL_CUMEM_ENABLE=0), it allocates 512 bytes for each of up to 32 channels before 2.22; since then collectives lie in
-kernel arguments, up to 4 KB.
+"""An unmeasured assumption. By NCCL's sources (src/enqueue.cc, `uploadWork`, with NCCL_CUMEM_ENABLE=0), a call takes
+512 bytes for each of up to 32 channels before 2.22. Since then, collectives lie in kernel arguments, up to 4 KB.
 """
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
-"""An assumption for all graphs of a drafter: some thirty of a small model, or a hundred of one or two layers. They
-share the served model's memory pool.
+"""An assumption for all graphs of a drafter: thirty of a small model, or a hundred of one or two layers. They share the
+served model's memory pool.
 """
 
 MeminfoReader = Callable[[str], int | None]
@@ -64,14 +63,14 @@ def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:
-    """One per step, and two per layer; four with context parallelism."""
+    """One per step and two per layer; with context parallelism four."""
     return 0 if num_ranks == 1 else 1 + num_layers * (4 if context_parallel else 2)
 
 
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """Memory on top of the largest step's. Without `max_graph_tokens` only decodes are captured, in a pool for fewer
+    """Memory above the largest step's. Without `max_graph_tokens`, only decodes are captured, in a pool for fewer
     tokens.
     """
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
@@ -87,7 +86,7 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Each of the `num_blocks` blocks is divided into one per group."""
+    """Each of `num_blocks` blocks is divided into one per group."""
 
     num_blocks: int
     block_size: int
@@ -97,9 +96,9 @@ class KVCachePlan:
     sizing_summary: str
     windows: tuple[int | None, ...] = (None,)
     blocks_per_context: int = 1
-    """Groups' blocks that a full context holds at most."""
+    """Most blocks of a full context, in all groups together."""
     state_bytes: int = 0
-    """Bytes of states in all slots."""
+    """Total of all slots."""
     request_slots: int = 1
     snapshot_slots: int = 0
 
@@ -113,11 +112,11 @@ class KVCachePlan:
 
 
 class StateSlotCounts(NamedTuple):
-    """Slots for states outside blocks. One more slot receives results of no sequence."""
+    """Slots for states outside blocks. One more slot takes results that belong to no sequence."""
 
     request_slots: int
     snapshot_slots: int
-    """Hold cached prefixes with states too large for blocks."""
+    """Slots for cached prefixes with states too large for blocks."""
 
     @property
     def num_slots(self) -> int:
@@ -135,7 +134,7 @@ def count_state_slots(
     on_gpu: bool,
 ) -> StateSlotCounts:
     """`state_memory_gib` overrides the default: on a GPU, memory for max_num_seqs sequences and as many snapshots, up
-    to a third of `available` bytes; on a CPU half of them, up to 2 GiB. With prefix caching, half or more is for
+    to a third of `available` bytes; on a CPU half of them, up to 2 GiB. With prefix caching, at least half is for
     snapshots. Raises ConfigError.
     """
     if not needs_snapshots:
@@ -158,12 +157,12 @@ def count_state_slots(
 
 
 def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | None) -> bool:
-    """Return whether the embedding is quantized; by default, it is whenever the model is."""
+    """By default, the embedding is quantized if the model is."""
     return quantization is not None if quantize_embedding is None else quantize_embedding
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
-    """Raise ConfigError if it exceeds the model's positions."""
+    """Raise ConfigError if it exceeds the positions."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
@@ -176,9 +175,7 @@ def host_kv_budget(available: int) -> int:
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Return bytes. `free` is measured after loading; `utilization` is the share of `total` that may be in use in the
-    end.
-    """
+    """Return bytes. `free` is measured after loading; `utilization` is the share of `total` in use in the end."""
     return max(int(free - total * (1 - utilization)), 0)
 
 
@@ -190,8 +187,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, the blocks that one context takes in all groups together, and the blocks of each
-    group: no more than max_num_seqs full contexts need. A given max_model_len may not fit; callers check.
+    """Return the context in tokens, its blocks in all groups together, and the blocks per group, at most as many as
+    max_num_seqs full contexts need. A given max_model_len may not fit; callers check.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -233,8 +230,8 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """Fit blocks and context into `available_bytes`, less `state_bytes`. A given num_blocks is not checked against
-    memory. Raises ConfigError if max_model_len exceeds the positions or the memory.
+    """Fit blocks and context into `available_bytes`, less `state_bytes`. A given num_blocks may exceed memory. Raises
+    ConfigError if max_model_len exceeds the positions or memory.
     """
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
@@ -294,7 +291,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
-    """Empty if layers keep nothing outside blocks."""
+    """Empty without states outside blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -311,7 +308,7 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """The smaller of the machine's and the control group's free memory; 8 GiB if both are unknown."""
+    """Minimum of the machine's and the control group's free memory; 8 GiB if both are unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
@@ -323,7 +320,7 @@ def total_host_bytes() -> int | None:
 
 
 def check_kv_memory(gib: float | None, available_bytes: int | None, device_label: str) -> None:
-    """Raise ConfigError. `available_bytes` None: unknown."""
+    """Raises ConfigError if `gib` exceeds the known memory."""
     if gib is not None and available_bytes is not None and gib * GIB > available_bytes:
         memory = f"{available_bytes / GIB:.1f} GiB of memory of {device_label}"
         message = f"kv_cache_memory: {gib:g} GiB are more than the {memory}"
@@ -333,9 +330,7 @@ def check_kv_memory(gib: float | None, available_bytes: int | None, device_label
 def check_weights_fit_memory(
     weights: CheckpointSize | None, dtype: str, quantization: str | None = None, meminfo: MeminfoReader = read_meminfo
 ) -> None:
-    """Raise ConfigError if weights exceed free memory. Otherwise the system would kill a process after minutes of
-    loading.
-    """
+    """Raise ConfigError if weights exceed free memory: the system would kill a process after minutes of loading."""
     if weights is None or (free := meminfo("MemAvailable")) is None:
         return
     # CPU kernels may compress bfloat16 to 12 bits: see kernels/cpu/compress12.h.

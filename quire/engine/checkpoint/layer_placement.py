@@ -17,8 +17,8 @@ DEFAULT_LAYER_MEMORY_FRACTION = 0.5
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Divide as equally as possible. First stages get more, because the last has the head and samples. Stages may be
-    empty.
+    """Divide equally; any remainder goes to the first stages, since the last one has the head and samples. Stages may
+    be empty.
     """
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
@@ -26,7 +26,7 @@ def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
 
 def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheGroups:
     """Block ids are the same in all stages."""
-    if len(layer_range) == len(groups.group_of_layer):  # shared layers keep their place
+    if len(layer_range) == len(groups.group_of_layer):  # keep the places of layers that share KV blocks
         return groups
     group_of_layer = groups.group_of_layer[layer_range.start : layer_range.stop]
     layer_index_in_block = [group_of_layer[:index].count(group) for index, group in enumerate(group_of_layer)]
@@ -34,13 +34,13 @@ def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheG
 
 
 def layers_per_block_by_stage(groups: KVCacheGroups, num_stages: int) -> list[int]:
-    """Stages without layers are left out."""
+    """Omits stages without layers."""
     layers_by_stage = split_layers_into_stages(len(groups.group_of_layer), num_stages)
     return [stage_kv_cache_groups(groups, each).layers_per_block for each in layers_by_stage if each]
 
 
 def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
-    """The next picked layer is loaded while the layers in between are computed."""
+    """While the layers in between are computed, the next picked one is loaded."""
     return [
         layer
         for layer in range(num_layers)
@@ -49,7 +49,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """Return the fewest layers to stream so that the rest fits. Raises ValueError if the slots alone do not fit."""
+    """Return the fewest layers to stream that let the rest fit. Raises ValueError if the slots alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)
@@ -63,7 +63,7 @@ def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[i
 
 
 def max_streamed_layers(layer_bytes: Sequence[int], offload_bytes: int) -> list[int]:
-    """Return the most layers that fit elsewhere. Raises ValueError if that saves no memory."""
+    """Return the most layers that fit elsewhere. Raises ValueError if this saves no memory."""
     for count in range(len(layer_bytes), STREAMED_LAYER_SLOTS, -1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         if sum(layer_bytes[layer] for layer in streamed) <= offload_bytes:

@@ -1,4 +1,4 @@
-"""Short model names such as qwen3:4b, from catalog.toml."""
+"""Short names such as qwen3:4b, from catalog.toml."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CatalogEntry:
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """Empty if no name is near."""
+    """Empty if none is near."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -44,7 +44,7 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """Return the entries keyed by short name, in the table's order."""
+    """Keyed by short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

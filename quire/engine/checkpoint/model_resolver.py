@@ -1,4 +1,4 @@
-"""Finds a model's files, and reads its configuration. Imports neither torch nor transformers, which takes seconds."""
+"""Finds models' files and reads their configuration. Imports neither torch nor transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from quire.engine.text.tokenizer_files import read_eos_token_ids
 
 _MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 DRAFT_HEAD_FILE_PATTERNS = (*_MODEL_FILE_PATTERNS, "*.bin", "*.pt")
-"""Many draft heads are published in PyTorch's format."""
+"""Many draft heads have PyTorch's format."""
 _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
-    """Return a model's folder or GGUF file. `name` is a path, a packaged model, or a hub name; `patterns` select files
-    to download, unless it is GGUF. Raises ModelError.
+    """Return a model's folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
+    download, except for GGUF models. Raises ModelError.
     """
     path = _local_path(name)
     if path.is_file():
@@ -79,7 +79,7 @@ def needs_download(name: str, revision: str | None) -> bool:
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Unsupported models are refused before large downloads. Raises ModelError."""
+    """Get the hub's current version. Refuses unsupported models before large downloads. Raises ModelError."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -106,7 +106,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """The setting `weights` must be local. Raises ModelError."""
+    """The setting `weights` must be a local path. Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
@@ -120,12 +120,12 @@ def resolve_weights(config: EngineConfig) -> Path:
 def _local_path(name: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~ without a HOME, or ~user without such a user
+    except RuntimeError:  # ~ without HOME, or ~user for an unknown user
         raise ModelError(f"model: the home directory of {name!r} is not known") from None
 
 
 def resolve_hub_name(name: str) -> HubName:
-    """Short names and hub ids. Raises ModelError."""
+    """Accepts short names and hub ids. Raises ModelError."""
     catalog = {} if "/" in name else load_catalog()
     if name.lower() in catalog:
         return catalog[name.lower()].hub_name
@@ -141,8 +141,8 @@ def resolve_hub_name(name: str) -> HubName:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. From the hub, only
-    config.json (folder None) or GGUF headers are fetched. Raises ModelError.
+    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. From the hub, fetch only
+    config.json (folder None) or GGUF headers. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
     folder: Path | None
@@ -171,7 +171,7 @@ def check_config_fields(raw: dict[str, Any], label: str) -> None:
 
 
 def _make_temp_dir() -> Path:
-    """Deleted at exit, since it is read repeatedly."""
+    """Deleted at exit: it is read repeatedly."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -184,7 +184,7 @@ def read_model_config(
     chat_template: str | None = None,
     weights: Path | None = None,
 ) -> ModelConfig:
-    """Other arguments override the model's own files. Raises ModelError naming a wrong field."""
+    """Optional arguments override the model's own files. Raises ModelError naming a wrong field."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json"), files.file_label("config.json")
     if content is None:
@@ -212,7 +212,7 @@ def _read_family_config(files: ModelFiles, content: dict[str, Any], label: str) 
 
 
 def _read_transformers_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
-    """Raises ModelError for a class known not to work, unless `forced`."""
+    """Unless `forced`, raises ModelError for a class known not to work."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
     if not forced and (reason := explain_unsupported_family(content)) is not None:

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's multi-token prediction layer (DeepSeek-V3, 2024). No torch.
+"""Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024). No torch.
 
 Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), a layer 0 below `mtp.` (Qwen),
 and several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
@@ -21,7 +21,7 @@ from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-"""Prefix of MTP tensors, unless the MTP layer is stored as the layer after the model's last."""
+"""Not used by checkpoints that store the MTP layer after the model's last."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -43,7 +43,7 @@ _PER_LAYER_FIELDS = (
     "hybrid_override_pattern",
     "layers_block_type",
 )
-"""These assign kinds to layers, or locate the text part."""
+"""Fields that assign kinds to layers, or locate the text part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class MTPTensorNames:
     has_mtp_prefix: bool
     """Names start with MTP_PREFIX; otherwise the layer's index is num_main_layers."""
     num_sublayers: int = 1
-    """Stored layers that form one layer."""
+    """Stored layers that form the layer."""
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
-        """None for other tensors, and for copies of the model's. GGUF names refer to layer 0."""
+        """None for other tensors and for copies of the model's. GGUF names refer to layer 0."""
         layer_match = _LAYER_TENSOR_PATTERN.fullmatch(checkpoint_name)
         if layer_match is None:
             module, _, parameter = checkpoint_name.removeprefix(MTP_PREFIX).rpartition(".")
@@ -112,12 +112,12 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """The filter takes stored names. It is true for tensors of the text model, without MTP layers."""
+    """The filter takes stored names. It is true for the text model's tensors, without MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """The layer is like the last one, with full attention. Nemotron 3 lists its types."""
+    """The layer is like the model's last, with full attention. Nemotron 3 lists its types."""
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

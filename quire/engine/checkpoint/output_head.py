@@ -15,7 +15,7 @@ _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
 _TIE_FIELD = "tie_word_embeddings"
 _COMPARE_CHUNK_BYTES = 1 << 24
 _TensorLocation = tuple[Path, str, int, int]
-"""File, type, begin and end in the file."""
+"""File, dtype, begin and end in the file."""
 
 
 def correct_tie_word_embeddings(
@@ -33,16 +33,16 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """An equal copy counts as tied. False for missing or broken weights, which the loader reports."""
+    """An equal copy counts as tied. False for missing or broken weights: the loader reports them."""
     if find_encoder_family(model_type) is not None:
         return False
     try:
         heads, embeddings = _find_head_and_embedding_tensors(model_type, folder)
     except (ModelError, OSError):
         return False
-    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has only a bias of its own
+    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has just its own bias
         return False
-    if heads.keys() != {"weight"}:  # has a bias, or is quantized
+    if heads.keys() != {"weight"}:  # the head has a bias, or is quantized
         return True
     return embeddings.keys() != {"weight"} or not _have_equal_bytes(heads["weight"], embeddings["weight"])
 
@@ -50,7 +50,7 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """Keys are last name parts. Raises ModelError."""
+    """Keyed by last name part. Raises ModelError."""
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):
@@ -67,7 +67,7 @@ def _find_head_and_embedding_tensors(
 
 def _have_equal_bytes(one: _TensorLocation, other: _TensorLocation) -> bool:
     (file, dtype, begin, end), (other_file, other_dtype, other_begin, other_end) = one, other
-    if is_pickled(file):  # a storage's second tensor has size 0
+    if is_pickled(file):  # the second tensor of a shared storage has size 0
         return begin == end or other_begin == other_end
     if dtype != other_dtype or end - begin != other_end - other_begin:
         return False

@@ -1,6 +1,6 @@
 """How a model makes vectors: sentence-transformers' modules
-(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. The server reads it
-too: no torch.
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch: the server
+reads it too.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ class PoolingConfig:
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Tokens it was trained for; None if unknown."""
+    """Tokens that the model was trained for; None if unknown."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts to prepend, by name."""
+    """Texts to prepend."""
     default_prompt_name: str | None = None
-    """Prompt to use if a request names none."""
+    """Used if a request names none."""
 
     @property
     def task(self) -> Task:
@@ -124,7 +124,7 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """`pooling_type` overrides the files, unless "auto". By default decoders use the last token and encoders the mean,
+    """Unless "auto", `pooling_type` overrides the files. By default decoders pool the last token, encoders the mean,
     normalized. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
@@ -180,12 +180,12 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """Embedding models often lack an output head. `is_dummy`: no weights are read."""
+    """False without an output head, as in many embedding models. `is_dummy`: no weights are read."""
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
         return True
-    names = read_tensor_headers(path) if path.is_dir() else {}  # a GGUF file's loader checks it
+    names = read_tensor_headers(path) if path.is_dir() else {}  # GGUF: the loader checks it
     weight_names = find_weight_names(config.model_type)
     return not names or any(
         weight_names.modules_from_checkpoint(name.rpartition(".")[0]) == ("lm_head",) for name in names
@@ -193,7 +193,7 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """A generative model embeds only if files or settings define pooling: otherwise hidden states mean little (any two
+    """A generative model embeds only if files or settings define pooling: hidden states mean little otherwise (any two
     texts score 0.99). Raises ConfigError for an impossible runner.
     """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner
@@ -221,7 +221,7 @@ def read_pooling_and_tasks(
 
 
 def classifier_labels(config: ModelConfig) -> tuple[str, ...]:
-    """In the order of the scores. Raises ModelError."""
+    """In score order. Raises ModelError."""
     label_by_index = config.raw.get("id2label") or {}
     count = len(label_by_index) or config.raw.get("num_labels") or 2
     if not 1 <= count <= MAX_LABELS:
@@ -236,7 +236,7 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
-    """Follows sentence-transformers' CrossEncoder and vLLM."""
+    """As in sentence-transformers' CrossEncoder and vLLM."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2
@@ -279,7 +279,7 @@ def _read_embedding_pooling(path: Path, config: ModelConfig, is_encoder: bool) -
 
 
 def _read_modules(path: Path) -> list[_SentenceModule]:
-    if not path.is_dir():  # GGUF files have none
+    if not path.is_dir():  # none in GGUF files
         return []
     content = read_bytes_if_present(path / "modules.json", MAX_JSON_BYTES)
     if content is None:

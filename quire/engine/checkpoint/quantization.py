@@ -23,32 +23,31 @@ _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
     r"|output_scale|output_zero_point|[kvq]_scale|[kv]_zero_point|prob_output_scale|weight_format|weight_g_idx_static)$"
 )
-"""Scales of activations and KV cache. Kernels compute activation scales per row, and the KV cache has the served dtype.
-"""
+"""Scales of activations and KV cache. Kernels compute activation scales per row; the KV cache has the served dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     kind: str
-    """gptq, awq, packed (compressed-tensors' integers), int8, float8, float4, bnb8 or bnb4."""
+    """gptq, awq, packed (integers of compressed-tensors), int8, float8, float4, bnb8 or bnb4."""
     bits: int = 8
     group_size: int = 0
-    """Inputs per scale; 0: all of an output's."""
+    """Inputs per scale; 0: all inputs."""
     zero_point_offset: int = 0
     """Added to stored zero points: GPTQ's first version stores one less."""
     is_symmetric: bool = True
-    """There are no zero points."""
+    """True: there are no zero points."""
     scale_strategy: str = "channel"
-    """Scope of an 8-bit scale: tensor, channel (an output), group or block. tensor_group: 4-bit groups, and one scale
-    more.
+    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups, with one
+    more scale.
     """
     block_shape: tuple[int, int] = (0, 0)
-    """(outputs, inputs) for strategy block."""
+    """(outputs, inputs), for strategy block."""
     scale_name: str = "weight_scale"
 
 
 FormatGroups = Sequence[tuple[tuple[str, ...], WeightFormat]]
-"""Targets and format; the first match counts."""
+"""Targets and formats; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class WeightFormatRules:
     ignored_patterns: tuple[str, ...]
 
     def find_format(self, linear: str) -> WeightFormat | None:
-        """None: not quantized."""
+        """None: unquantized."""
         if any(_matches_pattern(linear, pattern) for pattern in self.ignored_patterns):
             return None
         for targets, weight_format in self.format_groups:
@@ -161,7 +160,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """Only gpt-oss' experts, named as in engine/worker/loading/stacked_experts.py."""
+    """gpt-oss' experts only, named as in engine/worker/loading/stacked_experts.py."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 
@@ -174,7 +173,7 @@ def _parse_compressed_tensors(config: QuantizationConfig) -> FormatGroups:
             raise _field_error(f"{field_path}.weights", "is missing: only quantized weights are served")
         storage_format = group.get("format") or config.get("format") or ""
         groups.append((tuple(targets), _parse_compressed_group(field_path, storage_format, weights)))
-    if not groups and not config.get("kv_cache_scheme"):  # otherwise only the KV cache is quantized
+    if not groups and not config.get("kv_cache_scheme"):  # else only the KV cache is quantized
         raise _field_error("config_groups", "is empty")
     return groups
 
@@ -233,7 +232,7 @@ def _parse_group_size(group_size: int | None, default: int) -> int:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ModelError for a regular expression that is invalid or may be slow."""
+    """Raise ModelError for an invalid or possibly slow regular expression."""
     if not pattern.startswith(_REGEX_PREFIX):
         return
     expression = pattern.removeprefix(_REGEX_PREFIX)
@@ -247,7 +246,7 @@ def _check_pattern(pattern: str) -> None:
 
 def _matches_pattern(linear: str, pattern: str) -> bool:
     """A regular expression matches the checkpoint's name from its start. A plain name matches parts between dots,
-    ignoring the text model's prefix.
+    without the text model's prefix.
     """
     if pattern.startswith(_REGEX_PREFIX):
         return re.match(pattern.removeprefix(_REGEX_PREFIX), linear) is not None

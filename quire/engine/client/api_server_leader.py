@@ -1,8 +1,5 @@
-"""Lets several API processes share one engine: ApiServerLeader runs in the process with the engine's client,
-SharedClient (shared_client.py) in each of the others.
-
-The leader keeps no text and no history. It knows which API process has which open request, sends it the engine's
-outputs, aborts the requests of an ended API process, and passes questions between API processes.
+"""Lets several API processes share one engine: the leader has the engine's client, each of the others a SharedClient.
+The leader keeps no text and no history, only which API process has which open request.
 """
 
 from __future__ import annotations
@@ -53,13 +50,12 @@ from quire.engine.processes.wire import Wire
 log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
-"""Interval of checks of the engines' state."""
 _ANSWER_SECONDS = 2.0
-"""Time that an API process gets to answer a question to all."""
+"""Time limit if all API processes are asked."""
 _LONG_ANSWER_SECONDS = 10.0
-"""Time limit for a question that only one API process can answer."""
+"""Time limit if only one API process can answer."""
 _REMEMBER_SECONDS = 5.0
-"""Interval of questions to all API processes for the counts that would be lost with them."""
+"""Interval at which API processes are asked for the counts that would be lost with them."""
 
 
 class ApiServerLeader:
@@ -68,31 +64,29 @@ class ApiServerLeader:
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
-        """address: where API processes connect, in ZeroMQ's form. tell_seconds: the state is sent after this long even
-        if unchanged, as the leader's heartbeat.
+        """address: in ZeroMQ's form. tell_seconds: an unchanged state is sent again after this time, as the leader's
+        heartbeat.
         """
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
-        client.recorder = self  # API processes keep the history of their requests
-        client.turns = None  # and their turns
+        client.recorder = self  # API processes keep history and turns
+        client.turns = None
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """Channels keyed by the API process's identity."""
+        """Keyed by the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
-        """The last one sent."""
         self._lasting: dict[int, bytes] = {}
         """Last answer to LASTING, keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
-        """Answers to questions of API processes."""
         self.changed = asyncio.Event()
         """Set when an API process has started or has failed to, then replaced by another event."""
 
     def listen(self) -> None:
-        """Begin to receive. Raises EngineError if there can be no socket."""
+        """Begin to receive. Raises EngineError if the socket cannot be created."""
         self._wire.bind(self._address)
         self._tasks.begin(self._receive())
         self._tasks.begin(self._tick())
@@ -103,19 +97,17 @@ class ApiServerLeader:
         return list(self._channels.values())
 
     def ready(self, info: EngineInfo) -> None:
-        """The engine is ready: API processes may begin."""
         self._info = info
         for identity, channel in self._channels.items():
             self.welcome(identity, channel)
 
     def add(self, identity: bytes, number: int) -> ApiProcessChannel:
-        """Expect an API process with this identity."""
         channel = ApiProcessChannel(number, lambda message: self._write(identity, message))
         self._channels[identity] = channel
         return channel
 
     def remove(self, identity: bytes) -> int:
-        """An API process has ended: abort its requests, and return their number."""
+        """Abort the requests of an API process that has ended, and return their number."""
         channel = self._channels.pop(identity)
         channel.calls.end(EngineError("the API process has ended"))
         return self.client.drop(lambda reader: isinstance(reader, RelayReader) and reader.channel is channel)
@@ -138,7 +130,7 @@ class ApiServerLeader:
         while True:
             identity, message = await self._wire.receive()
             channel = self._channels.get(identity)
-            if channel is not None:  # None: it has ended
+            if channel is not None:  # else the process has ended
                 channel.silence = 0.0
                 self._take(identity, channel, decode_to_leader(message))
 
@@ -159,14 +151,13 @@ class ApiServerLeader:
                 pass
 
     def welcome(self, identity: bytes, channel: ApiProcessChannel) -> None:
-        """Report to an API process that the engine is ready, once both are there."""
+        """If the engine is ready, tell this API process so."""
         if self._info is not None:
             channel.welcomed = True
             about = self._info, self._now(), self._lasting.get(channel.number)
             self._write(identity, make_notification(ApiProcessMethods.welcome, *about))
 
     def report_start(self) -> None:
-        """An API process has started or has failed to."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -181,7 +172,7 @@ class ApiServerLeader:
     # RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
-        """The API process records it."""
+        """Nothing to do: the API process records it."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self.client.engine_core.weights_version, True
@@ -200,15 +191,14 @@ class ApiServerLeader:
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        if not for_good:  # otherwise all readers fail, and each API process learns of that
+        if not for_good:  # else the readers fail, which tells the API processes
             self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """The API process records it."""
+        """Nothing to do: the API process records it."""
 
     def _tell(self, message: FromLeader) -> None:
-        """Send to all welcomed API processes."""
         stats = self._stats()
         for channel in self._channels.values():
             if channel.welcomed:
@@ -226,15 +216,15 @@ class ApiServerLeader:
         channel.send(result, self._stats())
 
     async def change_weights(self, change: Coroutine[Any, Any, object]) -> str:
-        """Make a change of Weights. Returns their version."""
+        """Await a change by `weights`, tell all API processes, and return the version."""
         fault: QuireError | None = None
         try:
             await change
         except QuireError as error:
             fault = error
         self._tell_state()
-        # Messages to an API process keep their order. Once all have answered this question, all know of the change, and
-        # the caller can rely on that.
+        # Messages to an API process keep their order. Once all have answered, all know of the change, as the caller may
+        # assume.
         await self._answers("", b"", self._others())
         if fault is not None:
             raise fault
@@ -250,13 +240,13 @@ class ApiServerLeader:
             bodies = await self._answers(topic, body, channels, _LONG_ANSWER_SECONDS)
         else:
             bodies = await self._answers(topic, body, self._others(identity))
-        if topic == LASTING:  # also of those being replaced
+        if topic == LASTING:  # add the last answers of processes that are being replaced
             there = {each.number for each in self._channels.values() if each.welcomed}
             bodies += [body for number, body in self._lasting.items() if number not in there]
         return bodies
 
     def _others(self, but: bytes | None = None) -> list[tuple[bytes, ApiProcessChannel]]:
-        """All welcomed API processes, or all except one."""
+        """All welcomed API processes, except `but`."""
         return [(who, each) for who, each in self._channels.items() if who != but and each.welcomed]
 
     async def _answers(
@@ -266,7 +256,6 @@ class ApiServerLeader:
         channels: Sequence[tuple[bytes, ApiProcessChannel]],
         seconds: float = _ANSWER_SECONDS,
     ) -> list[bytes]:
-        """The answers of these API processes within `seconds`."""
         answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in channels}
         if answers:
             await asyncio.wait(answers.values(), timeout=seconds)
@@ -323,8 +312,6 @@ class ApiServerLeader:
 
 
 class _ApiProcessCalls(LeaderMethods):
-    """Carries out the calls of one API process."""
-
     def __init__(self, leader: ApiServerLeader, identity: bytes, channel: ApiProcessChannel) -> None:
         self._leader = leader
         self._identity = identity

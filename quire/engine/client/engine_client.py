@@ -1,7 +1,7 @@
-"""EngineClient knows who submitted which request, what it got so far, and who reads it.
+"""Holds the open requests of a process: who submitted each, its outputs so far, and its reader.
 
-When an engine core ends, its client replaces it. EngineClient has what the next one needs: each open request with its
-tokens. A token depends only on its own request, so the stream continues as if nothing had happened.
+When an engine core ends, EngineClient submits the open requests with their tokens to the next. A token depends only on
+its own request, so streams continue unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("quire.client")
 
 
 Journal = Callable[[Sequence[int]], None]
-"""Keeps tokens before readers have them. It gets three numbers per token: the request's number in the journal, the
-token's place in the answer, and its id.
+"""Stores tokens before readers get them. Takes three numbers per token: the request's number in the journal, the
+token's index in the answer, and its id.
 """
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An API call that submits requests one after another, and sometimes has none open."""
+    """An API call that submits requests one after another, so it may have no open request."""
 
     id: str
     tenant: str
@@ -47,37 +47,37 @@ class _Entry:
     request: EngineCoreRequest
     reader: Reader
     emitted: list[int]
-    """Tokens handed out, not counting the ones that the request had when it was submitted."""
+    """Tokens handed out since the submission."""
     number: int = 0
-    """Its number in the journal; 0: not journaled."""
+    """Number in the journal; 0: not journaled."""
     cached_tokens: int | None = None
-    """Cached prompt tokens on the first engine that computed it; None before the first output. Clients get this number
-    also after a replay that finds another one.
+    """Cached prompt tokens on the first engine that computed the request; None before the first output. Clients get
+    this number even if a replay finds another.
     """
 
 
 class EngineClient:
-    """The requests to one engine. All methods must be called from the same event loop."""
+    """All methods must be called from the same event loop."""
 
     def __init__(self, engine_core: EngineCoreClient) -> None:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Number of answers given up because their tokens were not read."""
+        """Answers given up because their tokens were not read."""
         self.refusing = False
         """Refuse new requests while the engine sleeps."""
         self.failure: QuireError | None = None
-        """The error of new requests; None while they can be submitted."""
+        """Raised for new requests; None while they can be submitted."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         self.turns: LastSessionTurns | None = LastSessionTurns()
-        """The last turns of named conversations; None if another process remembers them."""
+        """Last turns of named conversations; None if another process keeps them."""
         self._misses = None if engine_core.explains_prefixes else PrefixMissTracker(len(engine_core.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
-        """Open requests of other API processes that share the engine, counted by tenant."""
+        """Open requests of other API processes that share the engine, by tenant."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
@@ -87,7 +87,7 @@ class EngineClient:
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._journal: Journal = _nowhere
         self._rows: list[int] = []
-        """Numbers to give to the journal."""
+        """Tokens for the journal: see Journal."""
 
     @property
     def alive(self) -> bool:
@@ -104,7 +104,7 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Includes the requests of all API processes."""
+        """Counts all API processes."""
         return len(self._open) + self._elsewhere.total()
 
     @property
@@ -114,19 +114,19 @@ class EngineClient:
 
     @property
     def open_by_tenant(self) -> Mapping[str, int]:
-        """Open requests of this process."""
+        """In this process."""
         return self._open_by_tenant
 
     @property
     def open_everywhere(self) -> Mapping[str, int]:
-        """Open requests of all API processes."""
+        """In all API processes."""
         return self._open_by_tenant + self._elsewhere if self._elsewhere else self._open_by_tenant
 
     def num_open_of(self, tenant: str) -> int:
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
     def adapters(self, *, queued: bool) -> list[Adapter]:
-        """Adapters of the open requests without output (`queued`), or with some."""
+        """Adapters of open requests: those without output if `queued`, else those with output."""
         return [
             each.request.adapter
             for each in self._open.values()
@@ -138,8 +138,8 @@ class EngineClient:
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submit requests of one tenant, with new ids, for the API call `call`. Without requests the stream has ended.
-        `emitted`: for each request, a list of its emitted_ids; each new token is appended.
+        """Submit requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
+        once. `emitted`: one list per request, holding its emitted_ids; new tokens are appended to it.
 
         Raises EngineError if the engine has ended for good.
         """
@@ -153,7 +153,6 @@ class EngineClient:
     def add(
         self, requests: Sequence[EngineCoreRequest], reader: Reader, emitted: Sequence[list[int]] | None = None
     ) -> None:
-        """Like `submit`, but with an existing reader."""
         if self.failure is not None:
             raise self.failure
         emitted = [[*request.emitted_ids] for request in requests] if emitted is None else emitted
@@ -171,7 +170,7 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, journal: Journal) -> None:
-        """Give the journal all tokens of an open request except the tokens of its last output. All requests share one
+        """Give the journal all tokens of an open request, except those of its last output. All requests share one
         journal.
         """
         if (entry := self._open.get(request_id)) is not None:
@@ -184,7 +183,7 @@ class EngineClient:
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
-        """Until `end_call`, `cancel` finds this call even if it has no open request."""
+        """Let `cancel` find this call until `end_call`, even while it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -193,7 +192,7 @@ class EngineClient:
         self._calls.discard(call)
 
     def age(self, request_id: str) -> float:
-        """Seconds since an open request was submitted; 0 if it is not open."""
+        """Seconds since the request was submitted; 0 if it is not open."""
         entry = self._open.get(request_id)
         return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
@@ -204,7 +203,7 @@ class EngineClient:
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """See EngineCoreClient.snapshot. Callers share one that is under way."""
+        """See EngineCoreClient.snapshot. Concurrent callers share one snapshot."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
@@ -212,10 +211,11 @@ class EngineClient:
     # For others
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """End a request, or all requests of a call, on behalf of someone other than the reader.
+        """End a request, or all requests of a call, on behalf of someone other than the reader. The readers get
+        finish_reason "abort".
 
-        request_id: the id of a request or of a call. With a tenant, only that tenant's requests end. The readers see
-        finish_reason "abort". Returns how many requests ended, or 1 for a call without an open request.
+        request_id: id of a request or of a call. tenant: end only this tenant's requests; None: anyone's. Returns how
+        many requests ended, or the number of matching calls if none had an open request.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -229,28 +229,27 @@ class EngineClient:
         return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
-        """Their readers get finish_reason "abort"."""
+        """Readers get finish_reason "abort"."""
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
-        """Abort all open requests. Their readers get `error` after the outputs before it."""
+        """Abort all open requests. Their readers get `error` after the pending outputs."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """Like `end_all`, for use before the engine stops: later requests raise `error` too."""
+        """Like `end_all`, before the engine stops: later requests raise `error` too."""
         self.end_all(error)
         self.failure = self.failure or error
 
     def drop(self, reader_is: Callable[[Reader], bool]) -> int:
-        """Abort the requests of the chosen readers, and return their number."""
+        """Returns how many requests were aborted."""
         request_ids = [each for each, entry in self._open.items() if reader_is(entry.reader)]
         for request_id in request_ids:
             self.abort(request_id)
         return len(request_ids)
 
     def hold(self) -> None:
-        """Withhold new requests from the engine until `release`."""
         self._held = {}
 
     def release(self) -> None:
@@ -298,7 +297,6 @@ class EngineClient:
                 self._due.append(later)
 
     def _with_first_cached_tokens(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Return the output with the first engine's cached_tokens."""
         entry = self._open.get(output.id)
         if entry is None:
             return output
@@ -318,31 +316,31 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """Run the callbacks of this turn. One loop callback serves all streams, because one for each costs more."""
+        """Run this turn's callbacks. One loop callback serves all streams, which costs less than one each."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
                 hand_on()
             except Exception:
-                log.exception("a stream failed")  # the other streams still get their outputs
+                log.exception("a stream failed")  # go on with the other streams
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
-        """ids: the requests that the engine had; None: all."""
+        """ids: requests of that engine; None: all."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
             self._misses.record_engine_loss(engine, ids)
         self.recorder.record_engine_death(engine, ids)
 
     def handle_engine_change(self, engine: int = 0) -> None:
-        """Nothing to do: requests that a single engine cannot compute yet wait in its client."""
+        """Nothing to do: a single engine's client holds the requests that the engine cannot take yet."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
-        """End the call of an open request. Its reader gets `error` after the outputs before it."""
+        """End the call of an open request. Its reader gets `error` after the pending outputs."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """The engine is gone for good: every open stream ends with an error. Only the first call counts."""
+        """The engine is gone for good. Only the first call counts."""
         if self.failure is None:
             self.failure = error
             self.recorder.record_engine_death(for_good=True)
@@ -353,9 +351,7 @@ class EngineClient:
                 reader.fail(error)
 
     def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
-        """Take the open requests of all API processes, this one included. Messages on their way make the counts inexact
-        for a moment.
-        """
+        """`open_by_tenant` counts all API processes, this one too. Messages in flight make it briefly inexact."""
         self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
         self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
 
@@ -370,12 +366,11 @@ class EngineClient:
             self._withdraw(each)
 
     def _withdraw(self, request_id: str) -> None:
-        """Abort a request in the engine, if the engine has it."""
         if self.failure is None and (self._held is None or self._held.pop(request_id, None) is None):
             self.engine_core.abort(request_id)
 
     def _close(self, request_id: str) -> bool:
-        """Remove an open request. Returns False if it was not open."""
+        """Returns False if the request was not open."""
         entry = self._open.pop(request_id, None)
         if entry is None:
             return False
@@ -396,4 +391,4 @@ class EngineClient:
 
 
 def _nowhere(rows: Sequence[int]) -> None:
-    """The journal while no request is journaled."""
+    """Discard rows while no request is journaled."""

@@ -1,8 +1,5 @@
-"""The interface between EngineClient and an engine core.
-
-InProcessClient (engine/offline/in_process_client.py) has the engine core in this process, ProcessClient
-(process_client.py) in its own process, ReplicatedClient (replicated_client.py) has several of these, and SharedClient
-(shared_client.py) shares one with other processes.
+"""The interface between EngineClient and an engine core: in this process (engine/offline/in_process_client.py), in one
+or several others, or reached through the leader.
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owns the requests that a client passes on. `engine`: the engine's index among the engines of one model."""
+    """Owns the requests that a client passes on. `engine`: see EngineCoreClient.number."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
-        """Return an open request with the tokens that it already has."""
+        """Return an open request with the tokens it already has."""
 
     def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
-        """Take outputs of the engine. step: the step that made them."""
+        """Take the engine's outputs. step: the step that made them."""
 
     def handle_engine_loss(self, engine: int = 0) -> None:
-        """The engine is gone or is rebuilt; the next one computes the open requests."""
+        """The engine is gone or rebuilt; the next one computes the open requests."""
 
     def handle_engine_change(self, engine: int = 0) -> None:
         """The engine can take requests, or its process has ended."""
@@ -55,47 +52,47 @@ class EngineCoreClient(ABC):
     owner: RequestOwner
     """Set by the owner itself."""
     number = 0
-    """The engine's index among the engines of its model."""
+    """Index among the engines of one model."""
     explains_prefixes = False
     """Outputs already have a PrefixMissReport."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.deaths = 0
-        """Engine processes that ended unasked."""
+        """Engine processes that ended unexpectedly."""
         self.replays = 0
         """Requests submitted again after an engine ended, counted once per replay."""
         self.quarantined = 0
         """Requests given up because they ended every engine that computed them."""
         self.weights_version = "1"
-        """Version of the weights that compute the next token."""
+        """Version that computes the next token."""
         self.weights_paths: dict[str, str | None] = {}
-        """Source of the weights by version, except the first; None: they came as tensors."""
+        """Source of each version except the first; None: tensors."""
         self.asleep = False
-        """Weights and KV cache are released; requests wait until they are back."""
+        """Weights and KV cache are released, and requests wait."""
         self.failure: EngineError | None = None
         """Why the engine has ended for good."""
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
-        """A program's callbacks for `failure`."""
+        """The embedding program's callbacks for `failure`."""
 
     def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
-        """Begin to start the engine and return at once. Raises EngineError if the system can start no process."""
+        """Begin to start the engine. Raises EngineError if the system can start no process."""
 
     def die(self, message: str) -> None:
-        """The engine is gone for good. Only the first call counts."""
+        """Set `failure`. Only the first call counts."""
         if self.failure is None:
             self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
             for callback in self.failure_callbacks:
                 try:
                     callback(self.failure)
-                except Exception:  # of a program
+                except Exception:  # raised by the embedding program
                     log.exception("a failure callback failed")
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Start the engine and wait until it is ready. Raises ConfigError for a configuration it cannot start with,
-        EngineError if it ends while it starts.
+        """Wait until the engine is ready. Raises ConfigError if it refuses its configuration, EngineError if it ends
+        meanwhile.
         """
 
     @abstractmethod
@@ -108,18 +105,15 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Tell the engine to stop computing a request, if it has it."""
+        """The engine may not have the request."""
 
     @abstractmethod
     async def snapshot(self) -> EngineView | None:
-        """Requests and KV blocks after the current step; None if the engine ends first. Call it only while the engine
-        is responsive.
-        """
+        """Requests and KV blocks after the current step; None if the engine ends first. It must be responsive."""
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """The block table of a request after the engine's current step; None if the engine does not have it, or ends
-        before it answers. Call it only while the engine is responsive."""
+        """None if the engine does not have the request. Otherwise like `snapshot`."""
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -129,7 +123,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Requests submitted from now on find no prefix of an earlier one."""
+        """Requests submitted from now on find no earlier prefix."""
 
     @property
     @abstractmethod
@@ -139,7 +133,7 @@ class EngineCoreClient(ABC):
     @property
     @abstractmethod
     def healthy(self) -> bool:
-        """Like `responsive`, but also true while the engine sleeps or changes its weights on request."""
+        """Like `responsive`, but also True while the engine sleeps or changes its weights on request."""
 
     @property
     def pid(self) -> int | None:
@@ -148,12 +142,12 @@ class EngineCoreClient(ABC):
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """States of all engines, by number."""
+        """Indexed by number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 
 class ExclusiveClient(EngineCoreClient):
-    """The only client of its engine. Weights calls these methods to change the weights."""
+    """The only client of its engine. Weights uses it to change the weights."""
 
     @abstractmethod
     async def rest(self, level: int) -> None:
@@ -161,8 +155,8 @@ class ExclusiveClient(EngineCoreClient):
 
     @abstractmethod
     async def check(self, weights: str) -> None:
-        """Raise ConfigError if `load` would refuse the weights at this path by their files' headers. A sleeping engine
-        checks nothing.
+        """Raise ConfigError if the file headers show that `load` would refuse the weights at this path. Does nothing
+        while the engine sleeps.
         """
 
     @abstractmethod

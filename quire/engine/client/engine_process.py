@@ -1,6 +1,4 @@
-"""One engine process from start to end: its messages, and a watchdog. process_client.py decides what happens to the
-open requests when it ends.
-"""
+"""One engine process: its messages, and a watchdog."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResu
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20
-"""Last lines of the engine's standard error that are kept, to show them if it fails."""
+"""Lines kept to show if the engine fails."""
 _REBUILDS = frozenset(
     each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
 )
 """Calls that may keep an engine's threads from running."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
-"""Time that `stop` gives the process to end by itself."""
+"""Time for the process to end by itself."""
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
 """Time to wait for a message that explains why a process cannot start."""
@@ -49,15 +47,15 @@ _INSPECT_SECONDS = 1.0
 
 
 class KilledDuringStart(EngineError):
-    """The engine process was ended from outside while it started."""
+    """Killed from outside."""
 
 
 class EngineProcess:
-    """Starts an engine process when constructed. Call `connect()` before sending or receiving.
+    """The constructor starts the process. Call `connect()` before sending or receiving.
 
-    The process's standard error is copied to ours, and its last lines are kept. `on_begun` gets the ids of requests
-    that the engine is about to compute for the first time. Raises OSError if no process can be started, and EngineError
-    if there is no place for its socket.
+    The process's standard error is copied to ours, and its last lines are kept. `on_begun` gets ids of requests that
+    the engine is about to compute for the first time. Raises OSError if no process can be started, EngineError if there
+    is no place for its socket.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -65,7 +63,7 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None], environment: Mapping[str, str]
     ) -> None:
-        """environment: variables in addition to ours."""
+        """environment: added to ours."""
         self._config = config
         self._on_begun = on_begun
         self._folder = SocketFolder()
@@ -106,7 +104,7 @@ class EngineProcess:
         self._last_heartbeat = clock.monotonic()
         self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
-        """Values of `_clock` at the last heartbeat, and at the last one that reported progress."""
+        """`_clock` at the last heartbeat, and at the last one that reported progress."""
         self._stuck_ms = 0
         """Milliseconds without progress in the current step, from the last heartbeat."""
 
@@ -116,7 +114,7 @@ class EngineProcess:
 
     @property
     def is_connected(self) -> bool:
-        """True if messages may be sent; the process reads them once it has started."""
+        """The process reads messages once it has started."""
         return self._wire is not None
 
     @property
@@ -147,13 +145,13 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """Wait for the first message of a starting process. `exited`: its `wait_for_exit`. If it ends first, raises
-        EngineError with its last lines, or KilledDuringStart if it was killed from outside.
+        """`exited`: its `wait_for_exit`. If the process ends first, raises EngineError with its last lines, or
+        KilledDuringStart if it was killed from outside.
         """
         received = asyncio.ensure_future(self.receive())
         try:
             await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
-            if not received.done():  # its last message may still be on its way
+            if not received.done():  # its last message may be in flight
                 await asyncio.wait([received], timeout=_LAST_MESSAGE_SECONDS)
         finally:
             if not received.done():
@@ -167,7 +165,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Wait until the process has ended; kill it when its heartbeats stop or a step makes no progress."""
+        """Kill the process when its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -176,7 +174,7 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    # If this process could not run, heartbeats wait in the pipe: read them before judging.
+                    # If this process could not run, heartbeats wait in the pipe: read them first.
                     self._read_heartbeats(closed)
                     self._kill_if_hung()
         finally:
@@ -188,29 +186,29 @@ class EngineProcess:
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     def end(self) -> None:
-        """Ask the process to end; `wait_for_exit` reports it."""
+        """Only asks; `wait_for_exit` reports the end."""
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Wait for a process that is about to end; kill it after `seconds`. `exited`: its `wait_for_exit`."""
+        """Kill the process if it has not ended after `seconds`. `exited`: its `wait_for_exit`."""
         await self._child.wait_for_exit(seconds)
         await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """End the process, whatever it does: it holds nothing that must be saved."""
-        # While it imports, it may take seconds to notice.
+        """End the process whatever it does: it holds nothing that must be saved."""
+        # During its imports the process may take seconds to notice.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
-        """Close the socket and the pipes and delete the socket's directory. The process must have ended."""
+        """The process must have ended. Deletes the socket's folder too."""
         if self._wire is not None:
             self._wire.close()
         os.close(self._heartbeats)
         self._folder.close()
 
     def _read_heartbeats(self, closed: asyncio.Event) -> None:
-        """Handle the pipe's content; set `closed` at its end."""
+        """Sets `closed` at end of file."""
         try:
             read = os.read(self._heartbeats, 65536)
         except BlockingIOError:
@@ -236,9 +234,7 @@ class EngineProcess:
         self._stuck_ms = stuck_ms
 
     def _kill_if_hung(self) -> None:
-        """Kill the engine if it exceeds the configured time without heartbeat or progress. Time counts only while the
-        engine could run and this process could notice it.
-        """
+        """Time counts only while the engine could run and this process could notice."""
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)
         silent = self._clock.seconds - self._heartbeat_clock
@@ -258,7 +254,7 @@ class EngineProcess:
             for line in stream:
                 text = line.decode(errors="replace").rstrip()
                 self._stderr_lines.append(text)
-                # Read on even if our standard error is closed, or the engine would block on a full pipe.
+                # Read on even if our standard error is closed: a full pipe would block the engine.
                 with suppress(OSError, ValueError):
                     print(text, file=sys.stderr, flush=True)
 
@@ -267,18 +263,18 @@ class EngineProcess:
 class Launcher:
     start: Callable[[EngineConfig, Callable[[Sequence[str]], None], Mapping[str, str]], EngineProcess] = EngineProcess
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
-    """Seconds to wait before a start, by the number of failures in a row before it."""
+    """Seconds to wait before a start, by the number of preceding failures in a row."""
 
 
 def engine_json(config: EngineConfig) -> str:
-    """The engine's settings as JSON, without the server's."""
+    """Without the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """A process started here has FAULT_SIGNALS blocked from its first moment, because it inherits the signal mask. A
-    signal that another process sends before the engine can report its sender waits until it can.
+    """Processes started in this block inherit a mask that blocks FAULT_SIGNALS from the start. A signal from another
+    process then waits until the engine can report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -288,19 +284,19 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment plus settings that the engine's libraries read when they are loaded; the user's values win."""
-    # These make malloc keep the memory of a step's large tensors in the process. To return it to the system and to get
-    # it again in each step costs 1 % of a prompt's time.
+    """Adds settings that the engine's libraries read when loaded; the user's values win."""
+    # These make malloc keep the memory of a step's large tensors. Returning it to the system and getting it again costs
+    # 1 % of a prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
-    # PyTorch's idle OpenMP threads would otherwise spin for milliseconds on the cores that our kernels' threads need.
-    # Without our kernels PyTorch's threads do all the work, and are a third to a half slower when passive.
+    # Otherwise PyTorch's idle OpenMP threads spin for milliseconds on the cores that our kernels need. Without our
+    # kernels PyTorch's threads do all the work, and are a third to a half slower when passive.
     if any(_KERNELS.glob("*.so")):
         ours["OMP_WAIT_POLICY"] = "passive"
     return ours | os.environ
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Reset a running or starting engine's prefix cache. Without a process, delete the KV blocks on disk."""
+    """Also for a starting engine. Without a process, delete the KV blocks on disk."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

@@ -1,8 +1,5 @@
-"""Messages between API processes, the leader (which has the engine's client) and the engine process: msgpack over
-ZeroMQ on Unix sockets.
-
-Requests, aborts and outputs have their own messages. Everything else is a utility call
-(engine/processes/utility_calls.py); the methods of each process are declared here.
+"""Messages between API processes, the leader and the engine process: msgpack over ZeroMQ on Unix sockets. Everything
+except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py) to the methods declared here.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResu
 LASTING = "metrics"
 """Topic of questions about counts that outlive their API process: its last answer still counts after it has ended."""
 LEADER = ""
-"""Name of the leader as the receiver of a question."""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
 
@@ -46,11 +42,11 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
-    """Outputs of one step, or of adds and aborts, for the requests of one API process."""
+    """One API process's part of a Stepped."""
 
     outputs: list[EngineCoreOutput]
     record: StepRecord | None
-    """All API processes get it, even those without a request in the step."""
+    """Sent to all API processes, even those without a request in the step."""
     replica: int
     weights_version: str
     counts: bool
@@ -62,15 +58,15 @@ class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     steps: list[SharedStep]
     stats: list[EngineStats]
-    """Stats of each engine after its last step."""
+    """Per engine, after its last step."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """The result of START and `load_weights`: an engine was started or rebuilt; it has no requests."""
+    """The result of START and `load_weights`: a started or rebuilt engine without requests."""
 
     info: EngineInfo
     failure: str | None = None
-    """Why the engine has the previous configuration instead of the one to load."""
+    """Why the engine kept the previous configuration."""
 
 
 class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -86,26 +82,24 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     replays: int
     quarantined: int
     failure: Fault | None
-    """Why the engines are gone for good."""
     open: dict[str, int]
     """Open requests of all API processes, by tenant."""
     queued_tokens: int
-    """Prompt tokens of open requests without output."""
 
 
 class EngineCoreMethods(ABC):
-    """Methods of an engine process, run between steps. `config`: an EngineConfig as JSON."""
+    """Run between steps. `config`: an EngineConfig as JSON."""
 
     @abstractmethod
     def take_snapshot(self) -> EngineView: ...
 
     @abstractmethod
     def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """Return the block table of a running or waiting request; None for an unknown id."""
+        """None for an unknown id."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Requests from now on find no prefix of an earlier one."""
+        """Later requests find no earlier prefix."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
@@ -125,15 +119,15 @@ class EngineCoreMethods(ABC):
 
 
 class LeaderMethods(WeightChanges):
-    """Methods of the leader for API processes."""
+    """Called by API processes."""
 
     @abstractmethod
     def join(self) -> None:
-        """The API process is there; it is welcomed once the engine is ready."""
+        """The API process is welcomed once the engine is ready."""
 
     @abstractmethod
     def announce(self, announcement: str) -> None:
-        """The API process listens. `announcement`: the text that the server prints when it is ready."""
+        """`announcement`: text that the server prints when it is ready."""
 
     @abstractmethod
     def report_failed_start(self, fault: Fault) -> None:
@@ -148,7 +142,7 @@ class LeaderMethods(WeightChanges):
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """None if no engine that could be asked has the request."""
+        """None if no responsive engine has the request."""
 
     @abstractmethod
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
@@ -156,7 +150,7 @@ class LeaderMethods(WeightChanges):
 
 
 class ApiProcessMethods(ABC):
-    """Methods of an API process for the leader. Calls keep their order relative to steps."""
+    """Called by the leader. Calls keep their order relative to steps."""
 
     @abstractmethod
     def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
@@ -164,19 +158,19 @@ class ApiProcessMethods(ABC):
 
     @abstractmethod
     def update_state(self, state: SharedEngineState) -> None:
-        """The state of the engines has changed."""
+        """Take the engines' changed state."""
 
     @abstractmethod
     def lose_engine(self, replica: int, ids: list[str] | None) -> None:
-        """These requests of an engine wait for another one. None: all open requests."""
+        """These requests wait for another engine. None: all open requests."""
 
     @abstractmethod
     def fail_requests(self, ids: list[str], fault: Fault) -> None:
-        """The requests of a call have ended with an error."""
+        """The requests of a call have ended with `fault`."""
 
     @abstractmethod
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Answer a question of another API process or of the leader."""
+        """For another API process or the leader."""
 
 
 ToEngine = Submit | Abort | UtilityCall
@@ -192,9 +186,7 @@ decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """Return the requests without images, and the images. An image of several requests, such as the choices of a call,
-    is sent once.
-    """
+    """An image shared by several requests, such as the choices of a call, is sent once."""
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())

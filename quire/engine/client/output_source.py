@@ -1,5 +1,3 @@
-"""The interface that readers of outputs use. The engine's stream and its wrappers implement it."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -9,11 +7,10 @@ from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput
 
 Versions = list[tuple[str, int]]
-"""The weights that computed a request's tokens: each version with its number of tokens, in order."""
+"""Each version that computed tokens of a request, with its number of tokens, in order."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
-    """Record `count` more tokens that the weights of a version computed."""
     if not count:
         return
     if versions and versions[-1][0] == version:
@@ -22,24 +19,23 @@ def add_tokens(versions: Versions, version: str, count: int) -> None:
 
 
 class OutputSink(Protocol):
-    """Takes outputs while the reader waits, and spares it the wake-up."""
+    """Takes outputs in place of a waiting reader, which saves its wake-up."""
 
     def can_take_outputs(self) -> bool:
         """False if the reader must get the next outputs."""
 
     def take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        """The reader gets what this raises."""
+        """Errors raised here go to the reader."""
 
 
 class OutputSource(ABC):
-    """The outputs of a group of requests, in order of arrival. Each iteration gives a list with at most one output per
-    request. Iteration stops when all requests have ended, or raises the error that ended them. Call `close` to stop
-    reading.
+    """The outputs of a group of requests, in order of arrival. Each iteration gives at most one output per request.
+    Iteration stops when all requests have ended, or raises the error that ended them. Call `close` to stop reading.
     """
 
     @property
     def is_replaying(self) -> bool:
-        """True while the last outputs were computed by an earlier attempt."""
+        """True while the last outputs came from an earlier attempt."""
         return False
 
     @property
@@ -50,9 +46,7 @@ class OutputSource(ABC):
     @property
     @abstractmethod
     def sink(self) -> OutputSink | None:
-        """Receives outputs that arrive while the reader waits. The output that ends the last request goes to the
-        reader.
-        """
+        """Receives outputs that arrive while the reader waits, except the output that ends the last request."""
 
     @sink.setter
     @abstractmethod
@@ -61,11 +55,11 @@ class OutputSource(ABC):
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Version of the weights that computed the last token or vector, unread ones included."""
+        """Version that computed the last token or vector, unread ones included."""
 
     @abstractmethod
     def record_versions(self) -> dict[str, Versions]:
-        """Start recording the versions of weights. Returns the growing record, by request id."""
+        """Start recording. Returns the growing record, by request id."""
 
     def __aiter__(self) -> OutputSource:
         return self
@@ -75,11 +69,11 @@ class OutputSource(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request now; it gives no more outputs. `reason` is recorded in its history."""
+        """End one request now; it gives no more outputs. `reason` goes into its history."""
 
     @abstractmethod
     def give_up(self, error: QuireError) -> bool:
-        """Abort all running requests; the reader gets `error` after the outputs before it.
+        """Abort all running requests; the reader gets `error` after the pending outputs.
 
         Returns False and does nothing if all requests have ended.
         """
@@ -90,8 +84,6 @@ class OutputSource(ABC):
 
 
 class WrappedOutputs(OutputSource):
-    """Base of wrappers: passes everything on."""
-
     def __init__(self, outputs: OutputSource) -> None:
         self._outputs = outputs
         self._sink: OutputSink | None = None
@@ -110,7 +102,7 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """The wrapper takes the outputs itself, to pass them on by `take_outputs`."""
+        """The wrapper is the inner sink and passes outputs on by `take_outputs`."""
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 

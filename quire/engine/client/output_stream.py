@@ -1,5 +1,3 @@
-"""An engine's outputs for one call, on their way to its reader."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,11 +15,11 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Tokens that a stream keeps for its reader, some 20 MB; each reported alternative to a token counts as another one."""
+"""Unread tokens that a stream keeps, some 20 MB; each reported alternative to a token counts as another token."""
 
 
 class Reader(Protocol):
-    """Takes the outputs of one call's requests: OutputStream in the process that answers the call."""
+    """Takes the outputs of one call's requests."""
 
     ids: Sequence[str]
     tenant: str
@@ -30,8 +28,8 @@ class Reader(Protocol):
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output. version: of the weights that computed it. May return a function to call at the end of this
-        turn of the event loop. Raises SlowReader to give up the call.
+        """Take an output computed by weights `version`. May return a function to call at the end of this turn of the
+        event loop. Raises SlowReader to give up the call.
         """
 
     def fail(self, error: QuireError) -> None:
@@ -39,20 +37,16 @@ class Reader(Protocol):
 
 
 class OutputStream(OutputSource):
-    """The outputs of a group of requests (the n choices of one call), in order of arrival.
+    """The engine's outputs for a group of requests (the n choices of one call).
 
-    Each iteration gives a list with at most one EngineCoreOutput per request: everything since the last iteration,
-    merged, so a slow reader gets fewer and larger outputs. Iteration stops when all requests of the group have ended.
-    It raises EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG tokens were
-    waiting to be read. Call `close()` to stop reading: it aborts the requests that are still running.
-
-    A reader that waits here may be spared the wake-up: see `OutputSink`.
+    Each iteration merges everything since the last one, so a slow reader gets fewer and larger outputs. Raises
+    EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG tokens wait to be read.
     """
 
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """abort: takes the id of a request that is no longer read, and the reason for its history."""
+        """abort: takes the id of a request that is no longer read, and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -60,18 +54,18 @@ class OutputStream(OutputSource):
         self._abort = abort
         self._open = set(ids)
         self._unread: dict[str, EngineCoreOutput] = {}
-        """Merged outputs since the last iteration, keyed by request."""
+        """Merged since the last iteration, by request."""
         self._backlog = 0
         """Tokens and alternatives in `_unread`."""
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
         """The next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
-        """Whether `_hand_on` is scheduled for the end of this turn of the event loop."""
+        """`_hand_on` will run at the end of this turn of the event loop."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Called with the last output of each request before the reader gets it, and with whether the reader will find
-        tokens in addition to the end.
+        """Called with each request's last output before the reader gets it. The bool is True if the reader will find
+        tokens with it.
         """
         self._weights_version = weights_version
         self._versions: dict[str, Versions] | None = None
@@ -94,7 +88,7 @@ class OutputStream(OutputSource):
         return self._versions
 
     async def __anext__(self) -> list[EngineCoreOutput]:
-        # A loop, because an abort wakes the reader too while other requests may still run.
+        # An abort wakes the reader too, while other requests may still run.
         while self._open and not self._unread and self._error is None:
             self._waiting_reader = asyncio.get_running_loop().create_future()
             try:
@@ -110,8 +104,9 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Add an output for the reader. If there is a sink, it gets them when the turn of the
-        event loop ends, so that the outputs of several steps reach it together."""
+        """Add an output. A sink gets its outputs when the turn of the event loop ends, so those of several steps reach
+        it together.
+        """
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:
@@ -138,26 +133,22 @@ class OutputStream(OutputSource):
 
     @property
     def unread(self) -> Sequence[EngineCoreOutput]:
-        """Return the unread outputs, one merged output per request."""
+        """One merged output per request."""
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, which the reader gets after the outputs before it."""
+        """The reader gets the error after the pending outputs."""
         self._open.clear()
         self._error = error
         self._wake()
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request now; it gives no more outputs. `reason` goes to its history."""
         if request_id in self._open:
             self._open.discard(request_id)
             self._abort(request_id, reason)
             self._wake()
 
     def give_up(self, error: QuireError) -> bool:
-        """Abort the requests that still run; the reader gets `error` after the outputs before it. Returns False, and
-        does nothing, if all requests have ended.
-        """
         if not self._open:
             return False
         self.close()
@@ -165,7 +156,6 @@ class OutputStream(OutputSource):
         return True
 
     def close(self) -> None:
-        """Abort the requests that still run."""
         for request_id in list(self._open):
             self.abort(request_id)
 
@@ -174,7 +164,7 @@ class OutputStream(OutputSource):
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Give what has come to the sink or, if it cannot take it, to the reader."""
+        """Use the sink, or wake the reader if the sink cannot take the outputs."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return
@@ -194,7 +184,7 @@ class OutputStream(OutputSource):
 
 
 def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
-    """Merge two successive outputs of one request."""
+    """Successive outputs of one request."""
     has_logprobs = first.logprobs is not None or second.logprobs is not None
     return msgspec.structs.replace(
         second,

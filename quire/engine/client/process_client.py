@@ -1,5 +1,5 @@
-"""Runs the engine in its own process and replaces that process when it ends. Open requests are submitted to the next
-one with the tokens they already have, so streams continue.
+"""Runs the engine in its own process, and replaces it when it ends. Open requests are submitted again with their
+tokens, so streams continue.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCall
 log = logging.getLogger("quire.supervisor")
 
 _END_SECONDS = 60.0
-"""Time that a failed process gets to end by itself."""
+"""Time for a failed process to end by itself."""
 
 
 class ProcessClient(ExclusiveClient):
-    """`launch()` starts the process and returns at once; `start()` waits until it is ready, and supervises it from then
-    on.
-    """
+    """`start()` also supervises the process."""
 
     def __init__(
         self,
@@ -50,7 +48,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """cores: the process stays on these; empty: on any. environment: variables in addition to ours."""
+        """cores: bind the process to them; empty: any. environment: added to ours."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -59,17 +57,15 @@ class ProcessClient(ExclusiveClient):
         self._config = config
         self._process: EngineProcess | None = None
         self.ready = False
-        """The engine can take requests."""
         self._replay = Replay()
         self._earlier_stats = EngineStats()
-        """Sum of the counters of earlier engine processes."""
+        """Counters of earlier engine processes, summed."""
         self._exit: asyncio.Task[ExitCause] | None = None
-        """Done when the process has ended."""
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
         """Engine processes in a row that failed to start, or crashed without a request."""
         self._fitted: dict[str, int] = {}
-        """Settings by key that the first engine fitted to the memory."""
+        """Settings that the first engine fitted to the memory."""
         self._content = ""
         """See EngineInfo.content."""
         self._change: Change | None = None
@@ -77,7 +73,7 @@ class ProcessClient(ExclusiveClient):
         self._wakes = asyncio.Event()
         """Set when a change needs a process while the client sleeps without one."""
         self._ending = False
-        """The process was asked to end, because it sleeps."""
+        """The process was asked to end because the engine sleeps."""
         self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:
@@ -86,7 +82,7 @@ class ProcessClient(ExclusiveClient):
         except OSError as error:
             raise EngineError(f"no engine process could be started: {error.strerror}") from error
         if self._cores:
-            with suppress(OSError):  # it has ended, or its cores were changed
+            with suppress(OSError):  # the process has ended, or its cores were changed
                 os.sched_setaffinity(self._process.pid, self._cores)
 
     @property
@@ -95,7 +91,6 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def responsive(self) -> bool:
-        """True if the engine has started and its last heartbeat is recent."""
         process = self._process
         return self.ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
 
@@ -107,7 +102,7 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def changing(self) -> bool:
-        """True if it sleeps, or is about to sleep or to take other weights."""
+        """True if the engine sleeps, or is about to sleep or to change its weights."""
         return self.asleep or self._change is not None
 
     @property
@@ -131,7 +126,7 @@ class ProcessClient(ExclusiveClient):
             await self._exchange(call, self._config, self.weights_version, self._on_checked)
 
     async def shorten(self, max_model_len: int) -> None:
-        """Rebuild the engine with a shorter context."""
+        """Rebuilds the engine."""
         self._fitted["max_model_len"] = max_model_len
         await self.load(None, self.weights_version)
 
@@ -147,7 +142,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Have the engine make a change, and wait for it. Raises the change's error."""
+        """Wait for a change in the engine. Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -171,7 +166,7 @@ class ProcessClient(ExclusiveClient):
         except BaseException:
             await self.stop()
             raise
-        # A rebuilt engine gets the same context and KV blocks, whatever memory is free then.
+        # A rebuilt engine gets the same context and KV blocks, whatever memory is free.
         self._fitted, self._content = capacity_settings_from_info(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
@@ -201,8 +196,8 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Give away the requests that the engine does not have. Suspects stay until a new engine has cleared them, so
-        that they end no other one.
+        """Give away the requests that the engine does not have. Suspects stay until a new engine has cleared them, to
+        end no other engine.
         """
         return self._replay.take_unsuspected()
 
@@ -244,7 +239,6 @@ class ProcessClient(ExclusiveClient):
         self._process.send(call)
 
     def _submit_ready(self) -> None:
-        """Each request is submitted with the tokens that it already has."""
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
@@ -252,11 +246,8 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
-        """Start engine processes until one is ready.
-
-        After `tries` failures in a row, raises the last error: ConfigError for a configuration that the engine cannot
-        start with, EngineError with its last lines of standard error. A start that was ended from outside does not
-        count.
+        """Raises the last error after `tries` failures in a row: ConfigError for a refused configuration, EngineError
+        with the last lines of standard error. Starts that were killed from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -286,7 +277,7 @@ class ProcessClient(ExclusiveClient):
         return messages.decode_started(message.value).info
 
     async def _discard_process(self) -> None:
-        """Wait until the process has ended, and free its pipes and socket."""
+        """Waits until the process has ended."""
         process, self._process = self._process, None
         if process is not None:
             assert self._exit is not None
@@ -294,19 +285,19 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """Supervise. If that fails, end all streams with an error, so none waits forever."""
+        """If supervising fails, end all streams with an error, so none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
             log.error("the engine could not be restarted: %s", error)
-            # Clients see this message: it must not have the engine's standard error, which contains paths.
+            # Clients see this message; the engine's standard error would show them paths.
             self.die("the engine could not be restarted")
         except Exception as error:
             log.exception("the supervisor failed")
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Serve with one engine process after another. Raises an error when too many fail in a row."""
+        """Raises an error when too many engine processes fail in a row."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -320,14 +311,13 @@ class ProcessClient(ExclusiveClient):
                 await self._sleep_without_process()
                 continue
             began = clock.monotonic()
-            # Open streams wait, so decode graphs are captured only when steps need them.
+            # Open streams wait: capture decode graphs only when steps need them.
             self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
             if (await self._start_engine(self._config.max_engine_starts)).content != self._content:
                 raise EngineError("the model's files have changed since the start: restart the server")
             log.warning("a new engine is ready after %.1f s", clock.monotonic() - began)
 
     async def _sleep_without_process(self) -> None:
-        """Wait until a change has started an engine."""
         while self.asleep:
             await self._wakes.wait()
             self._wakes.clear()
@@ -345,7 +335,6 @@ class ProcessClient(ExclusiveClient):
                 self._finish_change()
 
     async def _serve_until_exit(self) -> ExitCause:
-        """Handle the engine's messages until its process ends."""
         process, exited = self._process, self._exit
         assert process is not None
         assert exited is not None
@@ -401,7 +390,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.deliver(message.outputs, message.step, self.number)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
-        """The process has rebuilt its engine, with the new weights or with the old ones."""
+        """The engine has the new weights or, after a failure, the old ones."""
         started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content
@@ -426,11 +415,10 @@ class ProcessClient(ExclusiveClient):
             self._change.done.set_exception(error)
 
     def _on_engine_exit(self, cause: ExitCause) -> None:
-        """Update counters after an engine process has ended, and give up requests that have ended several."""
         self.ready = False
         self.deaths += 1
         if not cause.external and not self.changing and self._replay.idle:
-            self._failures += 1  # an engine that crashes while idle is as useless as one that cannot start
+            self._failures += 1  # crashing while idle counts as a failed start
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests continue on a new one", cause.description, len(self._replay))
@@ -438,7 +426,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """Another engine must compute everything this one had. external: no request can be the cause."""
+        """Another engine must compute this one's requests. external: no request can be the cause."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)
@@ -446,4 +434,4 @@ class ProcessClient(ExclusiveClient):
             self.quarantined += 1
             error = RequestQuarantined("this request crashed the engine each time it ran by itself, so it was given up")
             log.error("request %s: %s", request_id, error)
-            self.owner.give_up(request_id, error)  # this aborts the other requests of its call, too
+            self.owner.give_up(request_id, error)  # also aborts the other requests of its call

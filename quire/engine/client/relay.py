@@ -1,5 +1,5 @@
-"""The leader's view of one API process. The engine's outputs for all its requests go in one message, because a message
-costs as much as the tokens of some ten streams.
+"""The leader's view of one API process. Outputs for all its requests go in one message, because a message costs as much
+as the tokens of some ten streams.
 """
 
 from __future__ import annotations
@@ -16,44 +16,43 @@ from quire.engine.processes.utility_calls import Fault, UtilityCalls, make_notif
 
 class ApiProcessChannel:
     def __init__(self, number: int, send: Callable[[FromLeader], None]) -> None:
-        """`number`: the API process's number in the server; its replacement gets the same."""
+        """`number`: inherited by the process's replacement."""
         self.number = number
         self.welcomed = False
-        """It knows that the engine is ready."""
+        """The process knows that the engine is ready."""
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
         """Start-up text that the process sent once it was listening; None before that."""
         self.fault: Fault | None = None
-        """Why it could not start."""
+        """Why the process could not start."""
         self.silence = 0.0
-        """Seconds since its last message, not counting time in which the leader could not receive."""
+        """Seconds since the last message, not counting time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
-        """Outputs of the step that is being filled."""
+        """Outputs of the step being filled."""
         self._steps: list[SharedStep] = []
         self._write = send
 
     def begin(self, record: StepRecord | None, replica: int, version: str, *, counts: bool) -> None:
-        """The outputs that follow belong to another step."""
+        """The next outputs belong to this step."""
         if not self.welcomed:
             return
         self.outputs = []
         self._steps.append(SharedStep(self.outputs, record, replica, version, counts))
 
     def flush(self, stats: Sequence[EngineStats]) -> None:
-        """Send the gathered steps."""
         steps = [step for step in self._steps if step.outputs or step.record is not None]
         self._steps.clear()
         if steps:
             self._write(SharedSteps(steps, list(stats)))
 
     def send(self, message: FromLeader, stats: Sequence[EngineStats]) -> None:
-        """Send a message after the gathered steps."""
+        """The gathered steps go first."""
         self.flush(stats)
         self._write(message)
 
 
 class RelayReader:
-    """Reads the requests of one call for the API process that has their stream."""
+    """Sends the outputs of one call to the API process that has its stream."""
 
     def __init__(
         self,
@@ -61,10 +60,10 @@ class RelayReader:
         channel: ApiProcessChannel,
         stats: Callable[[], Sequence[EngineStats]],
     ) -> None:
-        """stats: returns the current ones, by engine."""
+        """stats: by engine."""
         self.ids: Sequence[str] = [request.id for request in requests]
         self.tenant = requests[0].tenant
-        self.call = ""  # known to the API process
+        self.call = ""  # only the API process needs it
         self.submitted_at = clock.monotonic()
         self.channel = channel
         self._stats = stats

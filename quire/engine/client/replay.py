@@ -1,12 +1,12 @@
 """Decides which open requests to submit to the engine, so that a request that crashes engines cannot do so forever.
 
-When an engine process ends, every open request is replayed: submitted again to the next engine. If the engine ended
-through its own fault, requests that had begun but made little progress are suspects. Suspects are isolated by
-bisection: they are replayed first and without other requests, one half, then half of that, and finally a single one,
-until each group is cleared by getting some tokens or by ending. A request that repeatedly ends an engine it has to
-itself is given up. If the engine was ended from outside, no request becomes a suspect, and suspects stay suspects.
+When an engine process ends, its requests are replayed: submitted to the next engine. If the engine ended through its
+own fault, requests that had begun but made little progress are suspects. Suspects are isolated by bisection: they are
+replayed first and without other requests, one half, then half of that, and finally a single one. A group is cleared by
+getting some tokens or by ending. A request that repeatedly ends an engine it has to itself is given up. If the engine
+was ended from outside, no request becomes a suspect, and suspects stay suspects.
 
-This module only makes decisions about request ids: no clock, no input, no output.
+No clock, no input and no output here.
 """
 
 from __future__ import annotations
@@ -15,37 +15,33 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""A request with this many tokens from one engine is cleared: the first token shows that its prompt is harmless, the
-others that decoding is.
+"""A request with this many tokens from one engine is cleared: the first shows that its prompt is harmless, the others
+that decoding is.
 """
 MAX_LONE_CRASHES = 2
-"""Times that a request may end an engine it has to itself, without being cleared in between, before it is given up."""
+"""A request is given up after it has ended this many engines it had to itself without being cleared in between."""
 
 
 class Replay:
-    """Follows each request from its submission to its end, and decides what to submit when."""
-
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
         """Ordinary requests that the engine does not have, in order."""
         self._suspects: deque[list[str]] = deque()
-        """Groups of suspects that the engine does not have. Each is replayed alone, and all before `_waiting`."""
+        """Groups of suspects that the engine does not have. Each group is replayed alone, before `_waiting`."""
         self._submitted: dict[str, int] = {}
-        """Requests that the engine has, with the tokens it gave each, counted up to TOKENS_TO_CLEAR."""
+        """Requests that the engine has, with the number of tokens it gave each, counted up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
         """Submitted requests that were in a step of this engine."""
         self._isolated: set[str] = set()
         """Uncleared suspects that the engine has; nothing else is submitted until this set is empty."""
         self._lone_crashes: dict[str, int] = {}
-        """Number of consecutive engines that each request ended while it had them to itself, keyed by request."""
+        """Consecutive engines that a request ended while it had them to itself, keyed by request."""
 
     def __len__(self) -> int:
-        """Number of open requests."""
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
 
     @property
     def idle(self) -> bool:
-        """True if the engine has no request."""
         return not self._submitted
 
     def add(self, request_id: str) -> None:
@@ -56,7 +52,6 @@ class Replay:
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
-        """The request got `tokens` more; the last ones if it has `ended`."""
         if ended:
             return self.end(request_id)
         num_tokens = self._submitted.get(request_id, TOKENS_TO_CLEAR)
@@ -67,7 +62,6 @@ class Replay:
                 self._lone_crashes.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """The request is answered, aborted or given up."""
         self._waiting.pop(request_id, None)
         self._submitted.pop(request_id, None)
         self._begun.discard(request_id)
@@ -78,7 +72,7 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Take the requests to submit now, in order."""
+        """Requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
@@ -92,16 +86,15 @@ class Replay:
 
     @property
     def isolating(self) -> bool:
-        """True if the engine has suspects, and gets nothing else until they are cleared."""
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """Take the requests that the engine does not have and that are no suspects, for another engine."""
+        """For another engine."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 
     def engine_exited(self, *, external: bool) -> list[str]:
-        """The engine has ended; everything it had must be submitted again.
+        """Queue everything the ended engine had for another submission.
 
         external: the cause was outside the engine. Returns the requests to give up; call `end` for each of them.
         """
@@ -124,8 +117,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """Return requests that may have ended the engine: all that had begun and were not cleared. If there are none,
-        return all uncleared requests, because the engine may have ended while it accepted one of them.
+        """Requests that may have ended the engine: all that had begun and were not cleared. If there are none, all
+        uncleared requests, because the engine may have ended while it accepted one of them.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

@@ -1,9 +1,5 @@
-"""Decides which replica computes a request: the one with the longest cached prefix of its prompt, unless that one is
-too busy; then the least busy one.
-
-The router does not ask replicas what they have cached: it assumes what it lately sent them. As in the engines
-(engine/core/block_pool.py), prompts are hashed piece by piece, and each hash covers all tokens up to its piece's end.
-There is no clock, no input and no output here.
+"""Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
+what it lately sent them. Prompts are hashed as in engine/core/block_pool.py. No clock, no input and no output here.
 """
 
 from __future__ import annotations
@@ -19,8 +15,7 @@ PIECE = 16
 MOST_PIECES = 2**16
 """Pieces remembered per replica: a million tokens, in some 10 MB."""
 MOST_AHEAD = 32
-"""A replica gets no request, however long its cached prefix, while it has this many more open ones than the least busy
-one.
+"""A replica gets no request, however long its cached prefix, while it has this many more open ones than the least busy.
 """
 
 
@@ -38,15 +33,14 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
 
 
 class Router:
-    """Must be informed of each request's end, and of each replica that loses its cache."""
+    """Must learn of each request's end, and of each replica that loses its cache."""
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
-        """count: replicas are numbered from 0."""
         self.open = [0] * count
-        """Open requests by replica."""
+        """Open requests by replica, numbered from 0."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """By replica: pieces that it should have cached, the most recently used last. A piece is there only with all
+        """Per replica, the pieces it should have cached, the most recently used last. A piece is there only with all
         pieces before it in its prompt.
         """
 
@@ -74,7 +68,7 @@ class Router:
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:
-        """Number of the prompt's first pieces that the replica should have."""
+        """Number of leading pieces that the replica should have."""
         sent, count = self._sent[replica], 0
         for piece in pieces:
             if piece not in sent:
@@ -84,7 +78,7 @@ class Router:
 
     def _remember(self, replica: int, pieces: Sequence[bytes]) -> None:
         sent = self._sent[replica]
-        for piece in reversed(pieces):  # so the end of a prompt is evicted before its beginning
+        for piece in reversed(pieces):  # a prompt's end is evicted before its beginning
             sent[piece] = None
             sent.move_to_end(piece)
         while len(sent) > self._most:

@@ -11,16 +11,16 @@ from quire.engine.processes.cpu_cores import allowed_cores, cpu_quota, node_core
 from quire.engine.processes.gpus import VisibleGPUs, describe_division, divide_gpus
 
 _THREADS = "OMP_NUM_THREADS"
-"""If this variable is set, it applies to each process."""
+"""If set, this variable applies to each process."""
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """Return the cores of each replica's NUMA nodes, or empty sets on a machine with one node."""
+    """The cores of each replica's NUMA nodes, or empty sets on a machine with one node."""
     return node_cores(count, allowed_cores()) or [set()] * count
 
 
 def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list[Mapping[str, str]]:
-    """Variables by which each replica sees its own GPUs only. Raises ConfigError if there are too few."""
+    """Variables that restrict each replica to its own GPUs. Raises ConfigError if there are too few."""
     if gpus is None:
         return [{}] * config.data_parallel_size
     parts = divide_gpus(gpus, config.data_parallel_size, config.world_size)
@@ -28,7 +28,6 @@ def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list
 
 
 def describe_replicas(config: EngineConfig, gpus: VisibleGPUs | None) -> str:
-    """A note of the start."""
     count, each = config.data_parallel_size, config.world_size
     note = f"{count} replicas, each with weights and a KV cache as shown here"
     if gpus is None:
@@ -48,8 +47,8 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """Settings of one replica. Bytes of the host and threads in `config` are totals, divided evenly; each replica has
-    its own folder in --kv-offload-dir. `cores`: by replica. `root`: see cpu_quota.
+    """Settings of one replica. Host bytes and threads in `config` are totals, divided evenly; each replica has its own
+    folder in --kv-offload-dir. `cores`: by replica. `root`: see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":

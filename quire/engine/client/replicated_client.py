@@ -1,8 +1,8 @@
 """Several engines of one model, used through one client.
 
-A request continues on another engine if its own ends. The router (replica_router.py) chooses the engine. If no replica
-can compute a request now, because all sleep or are being replaced, it waits here for the first that can. A replica that
-cannot be brought back is left out; when the last one is gone, the client fails.
+Requests of an engine that ends continue on another. If no replica can compute now, because all sleep or are being
+replaced, they wait here. A replica that cannot be brought back is left out; when the last one is gone, the client
+fails.
 """
 
 from __future__ import annotations
@@ -30,19 +30,16 @@ _POLL_SECONDS = 0.05
 
 
 class ReplicatedClient(ExclusiveClient):
-    """Has --data-parallel-size engine processes, each replaced when it ends.
-
-    `launch()` starts the processes and returns at once; `start()` waits until all are ready.
-    """
+    """Has --data-parallel-size engine processes."""
 
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """gpus: those that replicas divide; None: they compute on the CPU. Raises ConfigError if there are too few."""
+        """gpus: divided among the replicas; None: compute on the CPU. Raises ConfigError if there are too few."""
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
-        # A replica on a GPU may use any core: which are near its GPU is not known here.
+        # A replica on a GPU may use any core: the cores near its GPU are not known here.
         cores = replica_cores(count) if gpus is None else [set[int]()] * count
         self._replicas = [
             ProcessClient(
@@ -60,7 +57,7 @@ class ReplicatedClient(ExclusiveClient):
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
-        """The replica of each open request, keyed by request id."""
+        """Replica of each open request, by request id."""
         self._unplaced: dict[str, None] = {}
         """Open requests without a replica, in order."""
         self._started = False
@@ -89,7 +86,7 @@ class ReplicatedClient(ExclusiveClient):
         starts = [asyncio.create_task(each.start()) for each in self._replicas]
         try:
             infos = await asyncio.gather(*starts)
-            # A request's tokens must not depend on its replica: all get the shortest context.
+            # Tokens must not depend on the replica: all get the shortest context.
             context = min(info.max_model_len for info in infos)
             longer = [each for each, info in zip(self._replicas, infos, strict=True) if info.max_model_len > context]
             await asyncio.gather(*(each.shorten(context) for each in longer))
@@ -133,8 +130,8 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeat a change of the other replicas on this one, which failed meanwhile, once it is back. A replica that
-        cannot make it is given up.
+        """Repeat a change that failed on this replica but not on the others, once it is back. A replica that refuses
+        the change is given up.
         """
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
@@ -169,7 +166,7 @@ class ReplicatedClient(ExclusiveClient):
 
     async def snapshot(self) -> EngineView | None:
         from quire.engine.core.engine_view import (
-            merge_views,  # imports NumPy, which a server does only after it has started its engine
+            merge_views,  # imports NumPy, which a server loads only after it has started its engine
         )
 
         snapshots = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
@@ -186,7 +183,6 @@ class ReplicatedClient(ExclusiveClient):
         return [result for each in results for result in each] if len(results) == len(replies) else None
 
     def _place(self) -> None:
-        """Give unplaced requests to replicas that can compute."""
         computing = [each for each in self._replicas if each.ready]
         able = [each.number for each in computing if each.free] or [each.number for each in computing]
         if not able:
@@ -205,14 +201,14 @@ class ReplicatedClient(ExclusiveClient):
             self._replicas[number].send(requests)
 
     def _forget_place(self, request_id: str) -> ProcessClient | None:
-        """Returns the replica that had the request."""
+        """Returns the request's replica."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             self._router.record_request_end(replica.number)
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Let others compute the replica's requests, except suspects."""
+        """Suspects stay."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -234,7 +230,7 @@ class ReplicatedClient(ExclusiveClient):
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget_place(output.id)
-        if not self.asleep:  # during a change the versions differ, and streams report which one it was
+        if not self.asleep:  # during a change the replicas' versions differ, and streams report theirs
             self.weights_version = self._replicas[engine].weights_version
         self.stats = sum_stats([each.stats for each in self._replicas])
         self.owner.deliver(outputs, step, engine)
@@ -259,7 +255,7 @@ class ReplicatedClient(ExclusiveClient):
         self.owner.give_up(request_id, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """A replica will not come back."""
+        """The replica will not come back; the others continue."""
         if self.failure is not None or not self._started:
             return
         if all(each.failure is not None for each in self._replicas):
@@ -287,9 +283,7 @@ def processes(
     launcher: Launcher | None = None,
     find_gpus: Callable[[str], VisibleGPUs | None] = find_gpus,
 ) -> EngineClient:
-    """Return a client for the configured number of engines, each in its own process. `find_gpus` is called with the
-    device. Raises ConfigError if replicas need more GPUs than there are.
-    """
+    """`find_gpus` is called with the device. Raises ConfigError if replicas need more GPUs than there are."""
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
     return EngineClient(ReplicatedClient(config, launcher, find_gpus(config.device)))

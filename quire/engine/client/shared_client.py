@@ -55,10 +55,8 @@ _LINGER_MS = 1000
 
 
 class SharedClient(EngineCoreClient, ApiProcessMethods):
-    """`launch()` greets the leader and returns at once; `start()` waits until the engine is ready."""
-
     owner: EngineClient
-    explains_prefixes = True  # the leader does: it sees all requests
+    explains_prefixes = True  # done by the leader, which sees all requests
 
     def __init__(
         self,
@@ -70,19 +68,18 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """address, identity: where the leader listens, and this process's name there. alive_seconds: interval of
-        heartbeats to the leader. silence_seconds: when the leader has been silent for this long, everything that waits
-        for it is given up.
+        """address: the leader's. identity: this process's name there. alive_seconds: interval of heartbeats to the
+        leader. silence_seconds: after the leader has been silent for this long, everything that waits for it is given
+        up.
         """
         super().__init__()
         self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
         self.answering = Answering()
-        """Answers to questions of other processes."""
         self.on_version: list[Callable[[str], None]] = []
-        """Called with the new version when weights change."""
+        """Called with the new version."""
         self._last_version = self.weights_version
-        """The version of the last `on_version` calls."""
+        """Last passed to `on_version`."""
         self.inherited: bytes | None = None
         """The last answer to LASTING (messages.py) of the process that this one replaces."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
@@ -94,7 +91,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """Seconds since the leader's last message, not counting time in which this process could not receive."""
+        """Seconds since the leader's last message: see ApiProcessChannel.silence."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._handle_failure)
@@ -138,8 +135,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Return the answers of the other API processes, or only the answer of the named one (LEADER: the leader).
-        Processes that have no answer or do not answer in time are left out.
+        """Return the answers of the other API processes, or of the named one (LEADER: the leader). Processes without an
+        answer in time are left out. Raises EngineError if the leader has none.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -151,11 +148,9 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
-        """See Weights.wake_up."""
         await self._calls.begin(LeaderMethods.wake_up)
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """See Weights.update."""
         return await self._calls.begin(LeaderMethods.update, path, mode, version)
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
@@ -174,7 +169,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
     async def snapshot(self) -> EngineView | None:
         try:
             return await self._calls.begin(LeaderMethods.take_snapshot)
-        except QuireError:  # the leader has gone
+        except QuireError:  # the leader is gone
             return None
 
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
@@ -205,7 +200,6 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
                 self._give_up(Overloaded("the server's main process does not respond; please try again"))
 
     def _give_up(self, error: QuireError) -> None:
-        """End everything that waits for the leader with this error."""
         self.owner.end_all(error)
         self._calls.end(error)
 
@@ -283,7 +277,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """Each group has only one member here, so calls for it may come to any API process."""
+    """Refuses process groups: a group would have one member here, but any API process may get the calls for it."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest(

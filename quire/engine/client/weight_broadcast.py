@@ -1,5 +1,5 @@
-"""Weights broadcast in a torch.distributed group. A process (worker/weight_receiver.py) receives them into files in
-memory, which are then served like any others (weights.py).
+"""Weights broadcast in a torch.distributed group. worker/weight_receiver.py receives them in its own process, into
+files in memory, which weights.py serves like any others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""A receiver that takes this much longer than the group's own timeout hangs."""
+"""A receiver hangs if it takes this much longer than the group's own timeout."""
 _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
 
 class WeightsGroup:
     """A server has one group at a time. All methods must be called from the client's event loop. Calls run one after
-    another, and each runs to its end even if it is no longer awaited.
+    another, and each completes even if it is no longer awaited.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -68,7 +68,7 @@ class WeightsGroup:
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Return when all members are there; leaves the previous group. Raises InvalidRequest if they do not come."""
+        """Leave the previous group and wait for all members. Raises InvalidRequest if they do not come."""
 
         async def join_group() -> None:
             await self._forget()
@@ -82,7 +82,7 @@ class WeightsGroup:
         await to_its_end(self._turn, join_group())
 
     async def leave(self) -> None:
-        """Weights that came over the group stay in use; an incomplete model is dropped."""
+        """Weights from the group stay in use; an incomplete model is dropped."""
 
         async def leave_group() -> None:
             if self._group is not None:
@@ -135,7 +135,7 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """Call it after the client's end: the files go with the process."""
+        """Call it after the client's end, because it deletes all files."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)
@@ -178,7 +178,7 @@ class WeightsGroup:
             self._process = Child(
                 [*module("quire.engine.worker.weight_receiver"), str(theirs.fileno()), str(self._folder())],
                 descriptors=[theirs.fileno()],
-                stdout=DEVNULL,  # gloo prints there who has joined
+                stdout=DEVNULL,  # gloo prints there who joins
             )
         self._connection = await asyncio.open_connection(sock=ours)
 

@@ -1,8 +1,8 @@
 """Changes an engine's weights while requests are open: released, restored or replaced, one change at a time.
 
-Each change rebuilds the engine, and every open request is submitted to it with the tokens it already has, as after a
-crash (process_client.py). So streams survive a change, and nothing that the old weights computed, such as a cached
-prefix, reaches the new ones.
+Each change rebuilds the engine and submits every open request again with the tokens it already has, as after a crash
+(process_client.py). So streams survive a change, and nothing that the old weights computed, such as a cached prefix,
+reaches the new ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""What happens to open requests when weights change. keep: they continue afterwards, with the new weights; wait: they
-end first, and newer ones wait; abort: they end at once, with what they have.
+"""What happens to open requests when weights change. keep: they continue with the new weights; wait: they end first,
+and newer ones wait; abort: they end at once, with what they have.
 """
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A requested change: the engine is released or rebuilt."""
+    """A requested release or rebuild of the engine."""
 
     config: EngineConfig
     version: str
@@ -46,8 +46,6 @@ class Change:
 
 
 class WeightChanges(Protocol):
-    """Made in this process or by the leader."""
-
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None: ...
 
     async def wake_up(self) -> None: ...
@@ -63,7 +61,6 @@ class Weights:
         self._client, self._engine_core = client, client.engine_core
         self._changing = asyncio.Lock()
         self._used = {self._engine_core.weights_version}
-        """Versions served so far."""
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """Release weights and KV cache until `wake_up`. If already asleep, only set `refuse`.
@@ -84,8 +81,8 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Restore the weights; does nothing if awake. Raises ConfigError if they or their memory cannot be had; then it
-        sleeps on.
+        """Restore the weights; does nothing if awake. Raises ConfigError if the weights or memory for them are not
+        available; the engine then sleeps on.
         """
 
         async def wake() -> None:
@@ -114,8 +111,8 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Like `update`. `load` loads the weights as the given version; `check` refuses some before any request has
-        ended for them. `path`: their source, if they come from files.
+        """Like `update`. `load` gets the version. `check` may refuse weights before any request has ended. `path`:
+        their source, if they come from files.
         """
         check_mode(mode)
 
@@ -134,7 +131,7 @@ class Weights:
 
     @asynccontextmanager
     async def _hold_requests(self, mode: Mode) -> AsyncIterator[None]:
-        """Treat open requests by `mode`; requests that come during the block wait for its end."""
+        """New requests wait for the block's end."""
         client = self._client
         client.hold()
         try:
@@ -148,8 +145,8 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a call that runs alone under its lock. The call is completed even if it is no longer
-    awaited: the engine may have released its weights already.
+    """Run a call alone under its lock. It completes even if it is no longer awaited: the engine may have released its
+    weights already.
     """
 
     async def run_in_turn() -> Result:
@@ -168,7 +165,7 @@ def check_mode(mode: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """Absolute path of an existing folder or file. Raises InvalidRequest for any other."""
+    """Raises InvalidRequest if there is no such folder or file."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

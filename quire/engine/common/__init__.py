@@ -1,1 +1,1 @@
-"""Structs, errors, configuration and clock shared by both halves of the engine."""
+"""Shared by both halves of the engine."""

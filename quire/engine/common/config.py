@@ -21,10 +21,10 @@ from quire.engine.common.types import EngineInfo
 PRESETS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEMO_MODEL = str(PRESETS_FOLDER / "demo")
 DEFAULT_DISK_GIB = 10
-"""Default limit of --kv-offload-dir."""
+"""Limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""Defaults of max_num_batched_tokens; the latter on GPUs with at least LARGE_GPU_BYTES."""
+"""Defaults of max_num_batched_tokens; the second for GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
 
 MAX_SEQUENCES = 4096
@@ -40,7 +40,7 @@ def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
 
 
 class EngineConfig(BaseModel):
-    """Fields have vLLM's flag names where they mean the same."""
+    """Fields have vLLM's flag names if they mean the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -56,8 +56,8 @@ class EngineConfig(BaseModel):
     chat_template: str | None = Field(None, description="Jinja file of the chat template; default: the model's own")
     adapt_conversations: Literal["auto", "off"] = Field(
         "auto",
-        description="auto rewrites what the chat template would drop or refuse into a form that it takes; off "
-        "refuses such conversations",
+        description="auto rewrites messages that the chat template would drop or refuse into a form that it accepts; "
+        "off refuses such conversations",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
     weights: str | None = Field(
@@ -290,7 +290,7 @@ class EngineConfig(BaseModel):
 
     @property
     def online_quantization(self) -> OnlineQuantization | None:
-        """Format to which weights are quantized at load."""
+        """Format that weights are quantized to at load."""
         return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
@@ -304,7 +304,7 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """fp8 for an fp8 checkpoint means to keep it, not to quantize it again."""
+        """fp8 means to keep an fp8 checkpoint, not to quantize it again."""
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
@@ -318,14 +318,14 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """memory: bytes. Large GPUs compute long steps fastest, and have the memory for them."""
+        """memory: in bytes. Large GPUs compute long steps fastest, and have memory for them."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
 
     @property
     def world_size(self) -> int:
-        """Processes that compute one engine's model."""
+        """Processes per engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -344,7 +344,7 @@ class EngineConfig(BaseModel):
     @field_validator("speculative_config", mode="before")
     @classmethod
     def parse_speculative_config(cls, value: object) -> object:
-        """Accept a method's name, or JSON text."""
+        """Accept a method, or JSON text."""
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("{"):
@@ -370,7 +370,7 @@ class EngineConfig(BaseModel):
     def drop_redundant_mtp_model(
         cls, value: SpeculativeConfig | None, info: ValidationInfo
     ) -> SpeculativeConfig | None:
-        """vLLM's recipes name the served model as the one with the MTP layer."""
+        """vLLM's recipes name the served model as the MTP model."""
         if value is None or value.method != "mtp" or value.model is None:
             return value
         if value.model != info.data.get("model"):
@@ -392,7 +392,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accept bytes, 10000000000 or 10G, as in vLLM: no machine has a million GiB."""
+        """Accept bytes as in vLLM, 10000000000 or 10G: no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:
@@ -404,7 +404,7 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """Parse suffixes like vLLM: 32k is 32,000 and 32K is 32,768."""
+        """As in vLLM, 32k is 32,000 and 32K is 32,768."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

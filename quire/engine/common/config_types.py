@@ -55,7 +55,7 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of checkpoint formats, and of its kernels for them."""
+"""vLLM's names of checkpoint formats and of its kernels for them."""
 
 
 _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
@@ -67,7 +67,7 @@ UNSUPPORTED_DRAFT_METHODS = (
     "gemma4_mtp_assistant",
     "extract_hidden_states",
 )
-"""vLLM methods that Quire lacks. No method changes an answer, so the model is served without one."""
+"""vLLM's. No method changes answers, so the model is served without one."""
 _IGNORED_VLLM_KEYS = {
     "attention_backend",
     "moe_backend",
@@ -96,7 +96,7 @@ _IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""They only affect the speed of drafting."""
+"""Only affect the speed of drafting."""
 
 
 class KVEventsConfig(BaseModel):
@@ -108,14 +108,14 @@ class KVEventsConfig(BaseModel):
     publisher: Literal["null", "zmq"] | None = None
     """None: zmq if enabled."""
     endpoint: str = Field("tcp://*:5557", pattern=_ZMQ_ENDPOINT)
-    """Messages have the prompts' token ids: whoever reaches it reads them. Each replica has the next port."""
+    """Whoever reaches it can read the prompts' token ids. Replicas use the next ports."""
     replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
     buffer_steps: int = Field(10_000, ge=1)
-    """Batches kept for the replay endpoint."""
+    """Batches kept for replay."""
     hwm: int = Field(100_000, ge=1)
-    """Batches that may wait for a slow subscriber."""
+    """Batches that wait for a slow subscriber."""
     max_queue_size: int = Field(100_000, ge=1)
-    """Batches that may wait to be sent."""
+    """Batches that wait to be sent."""
     topic: str = ""
     data_parallel_rank: int | None = Field(None, ge=0)
     """Set for replicas."""
@@ -134,7 +134,7 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """As vLLM: the next ports."""
+    """The next ports, as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -146,8 +146,8 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """ngram searches the request's own tokens, suffix also recent answers with the same cache salt. grammar drafts what
-    a grammar forces, as the others do too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
-    uses a layer of the served checkpoint. vLLM's names of mtp per family are accepted.
+    a grammar forces; the others do so too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
+    uses a layer of the served checkpoint, and has vLLM's names per family as aliases.
     """
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of heads."""
@@ -159,7 +159,7 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Also infer a missing method like vLLM."""
+        """Also infers a missing method like vLLM."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
@@ -177,7 +177,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def uses_hidden_states(self) -> bool:
-        """True if heads draft from hidden states."""
+        """True for heads."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @property
@@ -194,7 +194,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Why a part of a speculative_config has no effect; "" if all of it counts."""
+    """Why a part of a speculative_config is ignored; "" if none is."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -227,5 +227,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Why a device of PyTorch or vLLM is not served; None if it is, or is unknown."""
+    """Why a device of PyTorch or vLLM is not served; None if served or unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

@@ -25,13 +25,13 @@ from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
-    """Clients see `str(error)`, so it must contain no stack traces and no paths of the server."""
+    """Clients see `str(error)`: it must contain no stack traces and no server paths."""
 
     code: str | None = None
     """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """param: wrong field or configuration key."""
+        """param: the wrong field or configuration key."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -65,7 +65,7 @@ class RateLimited(QuireError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
-        """headers: when a retry can succeed."""
+        """headers: when a retry may succeed."""
         super().__init__(message)
         self.headers = headers
 

@@ -12,25 +12,25 @@ from quire.engine.common.types import Adapter
 
 class PendingOutput(Protocol):
     def result(self) -> ModelRunnerOutput:
-        """Call it once per step, in launch order."""
+        """Call once per step, in launch order."""
 
 
 class AdapterLoader(Protocol):
-    """Loads adapters in the background."""
+    """Loads in the background."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
-        """Slots with a load that ended since the last call, each with None or the reason of a failure."""
+        """Slots whose load ended since the last call, with None or the reason of a failure."""
 
     def wait_for_any_load(self, seconds: float) -> None:
-        """Return when a load has ended, or after `seconds`."""
+        """Returns after any load, or `seconds`."""
 
 
 class BlockMover(Protocol):
-    """Copies KV blocks between device and host. Any thread may call `read_block` and `write_block`, which return when
-    the copy is done.
+    """Copies KV blocks between device and host. `read_block` and `write_block` return when the copy is done, and any
+    thread may call them.
     """
 
     block_bytes: int
@@ -39,24 +39,24 @@ class BlockMover(Protocol):
     """Identifies a block's bytes: shapes, dtypes, order, and what computed them."""
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """Called by the engine's loop before these blocks are written."""
+        """The engine's loop calls this before these blocks are written."""
 
     def read_block(self, block: int) -> memoryview:
-        """The content after the batches launched so far. No batch launched before this returns may write it."""
+        """Content after the batches launched so far. No batch launched before this returns may write it."""
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
         """No batch launched before this returns may use the block."""
 
 
 RPC_METHODS = ("describe", "parameters")
-"""May be called by name, without arguments (RankWorker)."""
+"""Callable by name, without arguments (RankWorker)."""
 CollectiveRPC = Callable[[bytes], list[bytes]]
-"""Runs an `encode_call` on every rank; returns results for `decode_results`."""
+"""Runs an `encode_call` on every rank; returns input for `decode_results`."""
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """For other processes, which import the function by name with this process's sys.path. Raises InvalidRequest if
-    they cannot, or if arguments cannot be pickled.
+    """Encode for other processes, which import the function by name with this process's sys.path. Raises InvalidRequest
+    if they cannot, or if arguments cannot be pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
@@ -68,13 +68,13 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
     try:
         path = [] if isinstance(method, str) else sys.path
         return pickle.dumps((path, pickle.dumps((method, tuple(args), dict(kwargs or {})))))
-    except Exception as error:  # a user's object
+    except Exception as error:  # raised by a user's object
         why = "a function must be importable from a module, and its arguments must be picklable"
         raise InvalidRequest(f"method: {why}: {error}", param="method") from error
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
-    """Results in rank order. Raises EngineError if a rank failed."""
+    """In rank order. Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))
@@ -88,10 +88,10 @@ class Executor(Protocol):
         """May be called before earlier results are read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing, in about a second at most; False if nothing is left."""
+        """Prepare one thing, in about a second at most; False: nothing is left."""
 
     def make_block_mover(self) -> BlockMover | None:
-        """None if it keeps no KV blocks."""
+        """None without KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
         """Moves slots (Sublayer.slot_tensor_specs)."""

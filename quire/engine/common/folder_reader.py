@@ -1,8 +1,8 @@
 """Reads files of a model's folder, which may be broken or hostile.
 
-Only regular files of bounded size are read, so no file blocks a start or fills the memory. Every error is one line with
-the file, the field and the fault. Symbolic links are followed anywhere: the hub's cache consists of them, people keep
-weights on other disks, and a download brings only the cache's own. For paths inside files see `find_weight_files`.
+Only regular files of bounded size are read: none blocks a start or fills the memory. Every error is one line with file,
+field and fault. Symbolic links are followed anywhere: the hub's cache consists of them, people keep weights on other
+disks, and a download brings only the cache's own. For paths inside files see `find_weight_files`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Validated = TypeVar("Validated")
 def open_if_present(path: Path) -> BinaryIO | None:
     """Raises ModelError if it is unreadable or not a regular file."""
     try:
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         if path.is_symlink():
@@ -46,7 +46,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
 
 
 def open_required(path: Path) -> BinaryIO:
-    """Raises ModelError also if the file does not exist."""
+    """Raises ModelError, also if the file is missing."""
     file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")
@@ -54,7 +54,7 @@ def open_required(path: Path) -> BinaryIO:
 
 
 def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-    """Raises ModelError, also for more than `max_bytes` bytes."""
+    """Raises ModelError, also above `max_bytes`."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -71,7 +71,7 @@ def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = Fa
 
 
 def read_text_if_present(path: Path, max_bytes: int) -> str | None:
-    """Raises ModelError, also if it is not UTF-8."""
+    """Raises ModelError, also for non-UTF-8."""
     content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -97,7 +97,7 @@ def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[st
 
 
 def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
-    """Drops keys that `kind`, a TypedDict, lacks. Raises ModelError."""
+    """Drops keys that the TypedDict `kind` lacks. Raises ModelError."""
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -129,7 +129,7 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Follows `rope_parameters.factor` or `layer_types[3]` as far as possible."""
+    """Follow `rope_parameters.factor` or `layer_types[3]` as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

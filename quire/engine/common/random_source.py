@@ -1,5 +1,5 @@
-"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module, so that one
-assignment replaces it everywhere.
+"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module: one assignment
+then replaces it everywhere.
 """
 
 from __future__ import annotations

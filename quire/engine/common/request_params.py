@@ -11,11 +11,11 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Total of all stop strings: held-back text is compared with each."""
+"""Total of all stop strings, each of which is compared with held-back text."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Constraint on the whole answer."""
+    """Constrains the whole answer."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -23,16 +23,16 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """After `tokens` thinking tokens, `end_id` is sampled."""
+    """`end_id` is sampled after `tokens` thinking tokens."""
 
     tokens: int
     end_id: int
     begin_id: int | None
-    """Begins the thinking; None: every answer starts inside it."""
+    """Begins the thinking; None: answers start inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Greedy below this, as in vLLM: dividing by less may make logits infinite."""
+"""Greedy below, as in vLLM: dividing by less may make logits infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
@@ -163,7 +163,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Reported instead of `logprobs`, with each sampled token. Empty means None."""
+    """Reported with each sampled token, instead of `logprobs`. Empty means None."""
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same for the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -205,7 +205,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < _MIN_TEMPERATURE
 
     def choice_seed(self, choice: int) -> int:
-        """63 bits; random if the request has none. The first choice uses the request's, so it does not depend on n."""
+        """63 bits; random if the request has no seed. The first choice uses the request's, so n does not matter."""
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -235,7 +235,7 @@ MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
 """Fields of the page's settings and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
-"""Request bodies have them under the same name."""
+"""Request bodies have them by the same name."""
 
 
 def find_sampling_field(name: str) -> NamedSamplingField | None:
@@ -249,17 +249,17 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""The last token's hidden state, the mean, or the first token's; none: a vector per token."""
+"""Hidden states: the last token's, the mean, the first token's; none: one per token."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Keep only the first numbers of an embedding (Kusupati et al., 2022, "Matryoshka Representation Learning")."""
+    """Keep only an embedding's first numbers (Kusupati et al., 2022, "Matryoshka Representation Learning")."""
     activation: bool | None = None
-    """Scale embeddings to length 1, or turn scores into probabilities; None: the model's default."""
+    """Scale embeddings to length 1, or turn scores into probabilities; None: model default."""
     second_segment: int | None = None
-    """Start of the second text, for encoders that distinguish two."""
+    """The second text's start, for encoders that distinguish two."""
 
     def __post_init__(self) -> None:
         _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)

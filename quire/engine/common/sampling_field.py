@@ -1,5 +1,5 @@
-"""Each field of SamplingParams that a request, a model or the page may set has such an annotation; all other lists of
-sampling fields are derived from them.
+"""Annotates the fields of SamplingParams that a request, a model or the page may set. All other lists of sampling
+fields are derived from these annotations.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class SamplingField:
     """Text in the reference."""
     minimum: float | None = None
     maximum: float | None = None
-    """None: unbounded, like `minimum`."""
+    """None: unbounded, as for `minimum`."""
     excludes_minimum: bool = False
     is_copied: bool = True
     """Requests have a field of this name and type."""
     has_model_default: bool = False
-    """True if generation_config.json has a default."""
+    """generation_config.json may have a default."""
     setting_label: str = ""
     """Label on the page and in presets; "": not a setting."""
     setting_step: float = 1.0
@@ -32,6 +32,6 @@ class SamplingField:
 class NamedSamplingField:
     name: str
     type: type
-    """float, int or bool, also if optional."""
+    """float, int or bool, even if optional."""
     default: Any
     field: SamplingField

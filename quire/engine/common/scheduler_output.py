@@ -24,17 +24,17 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     images: tuple[Image, ...] = ()
     """Images of the spans, each once."""
     cache_salt: str = ""
-    """Requests with the same one share encoder outputs."""
+    """Requests with the same salt share encoder outputs."""
 
 
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A part of encoding one image, before the step's tokens."""
+    """Part of an image's encoding, before the step's tokens."""
 
     digest: bytes
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
-    """Image.encoder_cost of the whole image."""
+    """The whole image's encoder_cost."""
 
     @property
     def is_last(self) -> bool:
@@ -44,9 +44,9 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens start to start + num_tokens of a slot; the device holds their ids.
 
-    `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample` the device
-    samples the token after the last one and writes it to the slot, so that a later step may compute it before the host
-    knows it.
+    `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
+    samples the token after the last one and writes it to the slot: a later step may compute it before the host knows
+    it.
 
     `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at each
     position. The step returns sampled tokens up to and including the first that differs from its draft; the KV of later
@@ -59,33 +59,33 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     new_block_ids: list[int]
     should_sample: bool
-    """False for pooling: the device pools in the step with the prompt's last token."""
+    """False for pooling, which happens in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
     """A request may have only these, with `num_tokens` 0."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A head drafts tokens from hidden states, between two steps."""
+    """Between two steps, a head drafts tokens from hidden states."""
 
     slot: int
     num_tokens: int
     """Includes the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
-    """The head's own blocks, for all tokens and drafts."""
+    """The head's own, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that a draft model has not computed: `num_tokens` from `start` on, in blocks from `first_block` on. A slot
-    keeps its content until another request enters it.
+    """Tokens that a draft model has not computed: `num_tokens` from `start`, in blocks from `first_block`. A slot keeps
+    its content until another request enters.
     """
 
     slot: int
     start: int
     num_tokens: int
     token_ids: list[int]
-    """Empty if `new_request` has them."""
+    """Empty if in `new_request`."""
     first_block: int
     block_ids: list[int]
     new_request: NewRequestData | None
@@ -114,14 +114,14 @@ class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks loaded from a tier before the step that first schedules the request."""
+    """Blocks loaded from a tier before the request's first step."""
 
     request_id: str
     tier: str
     num_tokens: int
     began_at: float
     ended_at: float
-    """Both in seconds of time.monotonic()."""
+    """Seconds of time.monotonic(), like the start."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -135,7 +135,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Names of loaded adapters, each with the seconds that all requests waited for it."""
+    """Loaded adapters' names, with the seconds that all requests waited for each."""
     freed_slots: list[int] = []
     """Since the previous step."""
     slot_copies: list[SlotCopy] = []
@@ -143,7 +143,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
-        """A copy without requests that have only encoder chunks."""
+        """Drops requests that have only encoder chunks."""
         rows = [row for row in self.scheduled_requests if row.num_tokens]
         return (
             self
@@ -153,14 +153,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def has_prefill(self) -> bool:
-        """Other requests decode one token and verify drafts."""
+        """False if all requests only decode one token and verify drafts."""
         return any(
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )
 
     @property
     def new_request_ids(self) -> list[str]:
-        """Scheduled for the first time, or again after a preemption."""
+        """New, or resumed after a preemption."""
         slots = {new_request.slot for new_request in self.new_requests}
         return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
 
@@ -172,13 +172,13 @@ class RequestFailure(NamedTuple):
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
-    """One per request that samples, plus one per accepted draft."""
+    """One per sampling request, plus one per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """Log probability of the next token for each prompt token of the chunk."""
+    """Per prompt token of the chunk: the next token's log probability."""
     errors: dict[str, RequestFailure] = {}
-    """These requests end."""
+    """The requests end."""
     vectors: dict[str, bytes] = {}
-    """float32, little-endian, for pooling requests, which end."""
+    """float32, little-endian, of pooling requests, which end."""
     used_cuda_graph: bool = False

@@ -1,4 +1,4 @@
-"""Frozen structs that flow between server and engine."""
+"""Frozen structs between server and engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
 """busy: too much at a time; constraints: no token is left; grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
-"""How long blocks stay pinned for a next turn."""
+"""Blocks stay pinned this long for a next turn."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
-    """A LoRA adapter (Hu et al., 2021)."""
+    """LoRA adapter (Hu et al., 2021)."""
 
     name: str
     digest: str
@@ -27,30 +27,30 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens that the model replaces with features of an image or part of an image."""
+    """Prompt tokens that features of an image, or of a part, replace."""
 
     start: int
-    """Index of the first token in the prompt."""
+    """First token's index in the prompt."""
     count: int
     digest: bytes
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
-    """Its tokens see later ones of the span, so no step may end within it."""
+    """Tokens see later ones of the span: no step may end within it."""
     offset: int = 0
-    """Features of the content in earlier spans."""
+    """Number of the content's features in earlier spans."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Resized for the model, not normalized."""
+    """Resized for the model, but not normalized."""
 
     digest: bytes
-    """Hash of all other fields but encoder_cost."""
+    """Hash of all fields but encoder_cost."""
     height: int
     width: int
     pixels: bytes
     """uint8 [height, width, 3], RGB."""
     original: tuple[int, int] | None = None
-    """Height and width before resizing, if features depend on them."""
+    """(height, width) before resizing, if features depend on it."""
     encoder_cost: int = 1
     """Tokens of step budgets (VisionSpec.encoder_cost)."""
 
@@ -63,36 +63,36 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, or one prompt to pool; n > 1 is n of these."""
+    """A sequence to generate, or a prompt to pool; n > 1 is n requests."""
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams | PoolingParams
     seed: int
-    """64 bits; with a token's position it fixes the token's random number."""
+    """64 bits. With a token's position, it fixes the token's random number."""
     emitted_ids: list[int] = []
-    """Output from before an engine died; generation continues after it."""
+    """Output before an engine died; generation continues after it."""
     session: str = ""
-    """Caller's name of the conversation; its blocks are pinned."""
+    """Caller's name of a conversation, which keeps its blocks pinned."""
     keep_seconds: float = 0.0
-    """How long to keep pinned blocks; 0 lets the engine decide."""
+    """How long to keep pinned blocks; 0: the engine decides."""
     cache_salt: str = ""
-    """Requests with the same one share cached prefixes."""
+    """Requests with the same salt share cached prefixes."""
     priority: int = 0
-    """Lower goes first, and is preempted last."""
+    """Lowest goes first, and is preempted last."""
     tenant: str = ""
-    """Within a priority, tenants share the engine by weight."""
+    """Tenants of a priority share the engine by weight."""
     weight: float = 1.0
     """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """Spans in ascending order, without overlaps."""
+    """Ascending, without overlaps."""
     images: tuple[Image, ...] = ()
-    """Content of each span, once."""
+    """Content of the spans, each once."""
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """Spans, images and the cache salt. Requests with different salts share no entries of the encoder cache."""
+        """Spans, images and cache salt. Encoder cache entries are shared only within a salt."""
         return self.spans, self.images, self.cache_salt
 
     @property
@@ -118,16 +118,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_id: int
     logprob: float
     rank: int
-    """1 for the most likely token."""
+    """1: most likely."""
     top: list[tuple[int, float]]
-    """Most likely first, as many as requested. With logprob_token_ids: those and the sampled one, in the same order."""
+    """Most likely first, as many as requested. With logprob_token_ids: those and the sampled token, in the same order.
+    """
 
 
 MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why tokens computed before were not found in the prefix cache."""
+"""Why earlier computed tokens were not in the prefix cache."""
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -137,26 +138,26 @@ class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     diverges_in: Literal["prompt", "answer"]
     """Part of the earlier sequence."""
     common_ids: list[int]
-    """Last tokens of the common prefix."""
+    """The common prefix's last tokens."""
     earlier_ids: list[int]
-    """Tokens of the earlier sequence after the prefix."""
+    """The earlier sequence after the prefix."""
     prompt_ids: list[int]
-    """Tokens of the prompt after the prefix."""
+    """The prompt after the prefix."""
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens computed before, but not found in the prefix cache."""
+    """Tokens computed before, but not in the prefix cache."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
     """Most tokens first."""
     compute_seconds: float
-    """Time to compute them, as their share of the prompt's steps."""
+    """These tokens' share of the time of the prompt's steps."""
     conversation: str
     """Id of the conversation's first request."""
     turn: int
-    """Number from 1."""
+    """Counts from 1."""
     own_load: bool = False
-    """For evictions: whether the tokens that the tenant has computed since would have filled the cache alone."""
+    """For evictions: True if the tokens that the tenant computed since would have filled the cache alone."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -165,17 +166,17 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step added. Exactly one with a finish_reason ends every request."""
+    """Result of a step for one request. Every request ends with exactly one that has a finish_reason."""
 
     id: str
     new_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     """One per new id, if requested."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Once: one per prompt token, None for the first."""
+    """Sent once: one per prompt token, None for the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """Id of stop_token_ids; None for the model's own end token."""
+    """One of stop_token_ids; None for the model's own end token."""
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache."""
     error: str | None = None
@@ -183,7 +184,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """float32, little-endian, with finish_reason "stop"."""
     cause: ErrorCause = "engine"
     prefix: PrefixMissReport | None = None
-    """Set with the first output, if the prefix cache was searched."""
+    """Set in the first output, if the prefix cache was searched."""
 
 
 NO_IMAGES_REASON = "this model does not accept images"
@@ -203,28 +204,28 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     arithmetic: str
     deterministic: bool = False
-    """A request's tokens depend on nothing else that runs."""
+    """A request's tokens do not depend on other requests."""
     tasks: tuple[Task, ...] = ("generate",)
     notes: list[str] = []
     """Non-default choices, one line each."""
     quantization: str = ""
-    """Human-readable name; "" if unquantized."""
+    """Readable name; "" if unquantized."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Context length that RoPE was chosen for; None if RoPE does not depend on it."""
+    """Context length that RoPE was chosen for; None if irrelevant."""
     context_pages: int = 1
     """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
     """
     state_bytes: int = 0
-    """Recurrent state of all slots, besides KV blocks."""
+    """Recurrent states of all slots, outside KV blocks."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
-    """Why requests may not contain images; "" if they may."""
+    """Why requests may not have images; "" if they may."""
     step_tokens: int = 0
     """Maximum per step."""
     content: str = ""
     code: str = ""
     """Digests of the model's files, wherever they are, and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that may have adapters, of transformers' classes; {}: see lora/target_modules.py."""
+    """(in, out) of linears that adapters may change, for transformers' classes; {}: see lora/target_modules.py."""

@@ -1,4 +1,4 @@
-"""Methods of the process that receives weights from a trainer."""
+"""Methods of the process that receives a trainer's weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from abc import ABC, abstractmethod
 class WeightReceiverMethods(ABC):
     @abstractmethod
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
-        """Returns when all have joined. Raises if some do not within `timeout` seconds."""
+        """Return when all have joined. Raises if some take over `timeout` seconds."""
 
     @abstractmethod
     def leave(self) -> None: ...
 
     @abstractmethod
     def receive(self, folder: str, tensors: list[tuple[str, str, list[int]]]) -> None:
-        """Write tensors that rank 0 broadcasts, by name, dtype and shape, to a new file. Raises if the group breaks,
-        which is final.
+        """Write rank 0's broadcast tensors, by name, dtype and shape, to a new file. Raises if the group breaks, which
+        is final.
         """
 
     @abstractmethod

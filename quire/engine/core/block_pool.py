@@ -1,7 +1,7 @@
-"""The pool of KV blocks: reference counts, and the prefix cache's map from block hashes to blocks.
+"""KV blocks: reference counts, and the prefix cache's map from block hashes to blocks.
 
-A block larger than `hash_block_size` is also found by the hash of each of its beginnings. Unreferenced blocks keep
-their content until reallocated: those without hashes first, then the least recently freed, then pinned ones.
+A block larger than `hash_block_size` is also found by the hashes of its beginnings. Free blocks keep their content
+until reallocated: first blocks without hashes, then the least recently freed, then pinned ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
 
 
 def media_extra_keys(spans: Sequence[MediaSpan], begin: int, end: int) -> bytes:
-    """Digests of spans that overlap tokens [begin, end), and the offset into each."""
+    """Digest and offset of each span that overlaps tokens [begin, end)."""
     overlapping_spans = [span for span in spans if span.start < end and begin < span.start + span.count]
     offsets = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in overlapping_spans)
     return b"".join(span.digest + first for span, first in zip(overlapping_spans, offsets, strict=True))
@@ -39,7 +39,7 @@ def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
 
 
 class BlockPool:
-    """Block ids are 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
+    """Ids are 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -50,13 +50,13 @@ class BlockPool:
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
         self.unpin_some: Callable[[int], None] | None = None
-        """Callback: unpin at least `count` free pinned blocks."""
+        """Unpins at least that many free blocks."""
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
-        """Callback with the hashes of a block that is no longer found."""
+        """Gets the hashes of a block that is no longer found."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Callback with blocks about to be reused, while they still hold their old content."""
+        """Gets blocks about to be reused, while their old content is intact."""
 
     @property
     def num_free(self) -> int:
@@ -74,7 +74,6 @@ class BlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Used or free; they are allocated last."""
         return len(self._pin_counts)
 
     def is_pinned(self, block: int) -> bool:
@@ -82,7 +81,6 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> Collection[int]:
-        """Blocks that have a hash, used or free."""
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
@@ -105,11 +103,11 @@ class BlockPool:
         return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
-        """Takes no reference: see `ref`."""
+        """Takes no reference."""
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Takes no references: see `ref`."""
+        """Takes no references."""
         blocks = []
         for digest in digests:
             block = self._block_by_hash.get(digest)
@@ -119,7 +117,6 @@ class BlockPool:
         return blocks
 
     def count_unreferenced_among(self, blocks: Iterable[int]) -> int:
-        """`ref` would lower num_free by this number."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def ref(self, blocks: Iterable[int]) -> None:
@@ -151,9 +148,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> bool:
-        """Register the block's hash. If another block has the same hash, lookups keep finding the other block; returns
-        False.
-        """
+        """Return False if another block has the hash; lookups then keep finding that block."""
         assert self.ref_counts[block] > 0, "registering a block that has no owner"
         if digest in self._block_by_hash:
             return False
@@ -174,7 +169,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """Allocate it next. It must have no references or pins."""
+        """The block is allocated next. It must have no references or pins."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)

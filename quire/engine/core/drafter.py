@@ -1,4 +1,4 @@
-"""Interface of drafters. The step that computes drafts verifies them, so they only change how many tokens it yields."""
+"""The step that computes draft tokens verifies them, so drafters only change how many tokens it yields."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 RequestsToDraft = Sequence[tuple[Request, int]]
-"""All tokens are known on the host. The number is the most drafts that are useful."""
+"""Requests with all tokens on the host, and the most useful drafts for each."""
 
 
 KIND_DEFAULT = 0
-"""Kinds from 1 on are bit lengths of n-gram matches: kind 3 follows matches of four to seven tokens."""
+"""Kinds from 1 on are bit lengths of n-gram matches: 3 for four to seven tokens."""
 KIND_FORCED = -1
 """Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
-"""Forced text. The actual last token may continue beyond it."""
+"""Forced text; the model's last token may be longer than the text's."""
 NUM_PROBABILITY_BUCKETS = 10
 """Acceptance is tracked per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
-    """Empty if no token is worth a try."""
+    """Empty: no token is worth a try."""
 
     token_ids: list[int]
     kinds: Sequence[int] = ()
-    """One per token; acceptance is tracked by kind. Empty: KIND_DEFAULT, or `probabilities` is set."""
+    """One per token. Empty: all are KIND_DEFAULT, or `probabilities` is set."""
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -56,7 +56,7 @@ class Drafter(ABC):
         """`num_step_tokens`: tokens of the step without drafts."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        """Return whether drafts are possible; then the host must see each token before the next step."""
+        """If True, the host must see each token before the next step."""
         return True
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn

@@ -18,9 +18,9 @@ MAX_LISTED_REQUESTS = 512
 """Further requests are only counted."""
 MAX_LISTED_IMAGES = 32
 MAX_LISTED_BLOCKS = 1024
-"""Further entries of a block table are only counted."""
+"""Further blocks are only counted."""
 _MAX_TILE_GAP = 4
-"""Between two spans of one image: tile marks."""
+"""Tile marks between two spans of one image."""
 EMPTY_BLOCK = 0
 CACHED_BLOCK = 1
 FIRST_OWNER = 2
@@ -49,7 +49,7 @@ def take_engine_view(
 
 
 def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
-    """The block table of an open request; empty while it waits. None for an unknown id."""
+    """Empty while the request waits; None for an unknown id."""
     request = scheduler.find_request(request_id)
     if request is None:
         return None

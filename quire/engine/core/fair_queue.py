@@ -1,9 +1,9 @@
-"""The waiting queue: by priority, then fairness between tenants, then sort key.
+"""The waiting queue, ordered by priority, then fairness between tenants, then sort key.
 
-Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
-its computed tokens divided by its weight; the waiting tenant with the smallest goes next. A tenant that starts to wait
-is raised to the smallest waiting counter, so idle time earns no credit. The paper never preempts; here requests can be
-preempted, because long answers of one tenant could hold all slots for minutes.
+Fairness uses virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's
+counter grows by its computed tokens divided by its weight, and the waiting tenant with the smallest goes next. A tenant
+that starts to wait is raised to the smallest waiting counter, so idle time earns no credit. Unlike the paper, Quire
+preempts: one tenant's long answers could hold all slots for minutes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways send ever new names. Beyond this, the least served half of idle tenants is forgotten: most would be raised
-to the smallest counter anyway.
+"""Gateways send ever new names. Beyond this, the least served half of the idle tenants is forgotten: most would be
+raised to the smallest counter anyway.
 """
 OUTPUT_TOKEN_COST = 2
-"""Cost in prompt tokens; the value is the paper's."""
+"""In prompt tokens; the paper's value."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
 """Minimum per step while more urgent requests run or wait."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""Steps stay short after an urgent request, so that the next one does not wait for a long step."""
+"""Steps stay short after an urgent request: the next one must not wait for a long step."""
 
 
 class TokenBudget:
-    """While more urgent requests run or wait, less urgent ones get as many tokens as those generate, and at least
-    MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because a first token is awaited.
+    """While urgent requests run or wait, the others together get as many tokens as the urgent ones generate, and at
+    least MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because a first token is awaited.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -61,10 +61,10 @@ class FairQueue:
         self._queues: dict[tuple[int, str], list[Request]] = {}
         """By (priority, tenant), in sort-key order. Empty lists are removed."""
         self._last_served = 0.0
-        """A tenant starts from it if no other waits."""
+        """Where a tenant's counter starts if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts cannot be cut, so the step cannot be short."""
+        """`whole_prompts`: prompts cannot be cut, so steps cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -76,7 +76,7 @@ class FairQueue:
         return budget
 
     def sort_key(self, request: Request) -> tuple[int, float, tuple[float, int]]:
-        """The smallest goes first; the running request with the largest is preempted first."""
+        """Smallest first. Preemption begins with the largest."""
         return (
             request.engine_request.priority,
             self._served.get(request.engine_request.tenant, self._last_served),
@@ -109,8 +109,8 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """In order: less urgent requests, or ones with a larger sort key and a tenant that, without them, still runs at
-        least as many per weight as the waiting tenant would. No preemption provokes another in return.
+        """In order. A candidate is less urgent, or has a larger sort key and a tenant that without it still runs at
+        least as many requests per weight as the waiting tenant would. So no preemption provokes another in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -147,9 +147,7 @@ class FairQueue:
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Make requests with loaded adapters eligible. Returns those with failed loads and the reasons; the caller must
-        remove them.
-        """
+        """Make requests with loaded adapters eligible. Return failed ones with reasons; the caller must remove them."""
         return ()
 
     def wait_for_loads(self) -> None:

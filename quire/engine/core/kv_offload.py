@@ -15,7 +15,7 @@ class KVOffloader(ABC):
 
     capacity_text: str
     load_seconds: float
-    """Time requests waited for loads."""
+    """Time that requests waited for loads."""
 
     @property
     @abstractmethod
@@ -37,13 +37,13 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if the request must wait for blocks beyond the device's `cached` ones. It is then in no queue until
+        """True if the request must wait for blocks beyond the device's `cached` ones. No queue holds it until
         `take_loaded_requests` returns it. The pool has free blocks for all its tokens.
         """
 
     @abstractmethod
     def take_loaded_requests(self) -> Sequence[Request]:
-        """Requests that need not wait longer."""
+        """Requests that need wait no longer."""
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:

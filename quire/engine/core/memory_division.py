@@ -1,4 +1,4 @@
-"""Divides the memory of an engine's device among what holds it, for the live view. No torch."""
+"""Divides the memory of an engine's device by use, for the live view. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 
 def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView | None:
-    """How this machine's memory, or our control group's, is divided now; see `divide_host_memory`. None if the system
-    does not say."""
+    """Divide the memory of this machine, or of the process's control group. None if the system does not report it."""
     total = total_host_bytes()
     if total is None or not resident_at_start:
         return None
@@ -25,8 +24,7 @@ def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView 
 
 
 def divide_gpu_memory(*, total: int, free: int, allocator: int, weights: int, kv: int) -> MemoryView:
-    """`allocator`: bytes that PyTorch has from the GPU. Weights may lie elsewhere; then they count no further than it
-    goes."""
+    """`allocator`: bytes that PyTorch holds. Weights may lie elsewhere, so they count up to this at most."""
     weights = min(weights, allocator)
     kv = min(kv, allocator - weights)
     runtime = max(total - free - allocator, 0)
@@ -41,7 +39,7 @@ def divide_host_memory(
     *, total: int, available: int, resident: int, resident_at_start: int, weights: int, kv: int
 ) -> MemoryView:
     """`resident`: bytes of the engine's process in RAM; `resident_at_start`: the same when the engine was ready, with
-    its weights loaded. KV blocks are in RAM only once they have been used, but their memory is never counted as free.
+    its weights. KV blocks are in RAM only once used, but never count as free.
     """
     others = min(max(total - available - resident, 0), total)
     weights = min(weights, total - others)

@@ -1,10 +1,9 @@
 """Pins KV blocks of a paused conversation for its next turn. They count as free but are allocated last.
 
-A conversation is known by its session id, or by a prompt that continues where an earlier request ended; without an id
-it is pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant
-with the most pinned blocks loses first, and of its conversations the least likely to continue: the one with the longest
-pause relative to earlier ones. With recurrent state, snapshots are pinned too. Without its last snapshot no request can
-start, so all blocks are unpinned.
+A session id identifies a conversation, or else a prompt that continues an earlier request. Without an id, blocks are
+pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant with the
+most pinned blocks loses first, and of its conversations the one with the longest pause relative to earlier ones. With
+recurrent state, snapshots are pinned too. Without its last snapshot no request can start, so all blocks are unpinned.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPositi
 from quire.engine.core.stats import LiveCounters
 
 MAX_PINNED_SHARE = 0.5
-"""Maximum share of the pool."""
+"""Share of the pool."""
 DEFAULT_PAUSE_SECONDS = 60.0
 """Assumed length of a session's first pause."""
 _MAX_LISTED_RATIO = 4
-"""Conversations may list the same block. All lists together hold at most this many times the share."""
+"""Conversations may list the same block. All lists together hold at most this times the share."""
 _EXTRA_UNPINNED = 64
-"""Blocks that are unpinned in addition to those needed now; at most 1/16 of the pool."""
+"""Blocks unpinned in addition to those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
-"""Limit on sessions with or without pinned blocks."""
+"""Includes sessions without pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
     tenant: str
     key: str | None
-    """None: the requests have no session id."""
+    """None without a session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     num_turns: int = 0
     last_request_id: str = ""
@@ -44,13 +43,13 @@ class Session:
     """Pinned blocks from the start of the last request."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
-    """Hash of the last full block of the last request."""
+    """Hash of the last request's last full block."""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
-    """Mean length of pauses in seconds, at least 1. Later pauses weigh more."""
+    """In seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
-        """The larger, the less likely it continues."""
+        """The larger, the less likely the session continues."""
         return (now - self.paused_at) / self.mean_pause
 
 
@@ -75,12 +74,12 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """The key includes the tenant, because prompts of several tenants may share blocks."""
+        """The key includes the tenant, because tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, Session] = {}
         self._num_listed = Counter[str]()
-        """A block listed by several conversations counts several times."""
+        """Counts a block once per conversation."""
         self._next_expiry = 0.0
 
     @property
@@ -100,7 +99,7 @@ class PinnedSessions:
         )
 
     def record_session_resume(self, request: Request, digests: Sequence[bytes]) -> None:
-        """The request starts for the first time."""
+        """Call at a request's first start."""
         session = self._find_session_adopting_key(request, digests)
         if session is not None:
             session.mean_pause = max((session.mean_pause + self._clock() - session.paused_at) / 2, 1.0)
@@ -110,7 +109,7 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """The request is about to free its blocks. `blocks`: those in the prefix cache."""
+        """Call before the request frees its blocks. `blocks`: those in the prefix cache."""
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
         if not blocks:
@@ -142,7 +141,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """A session found by where the prompt continues adopts the key."""
+        """A session found by its tail adopts the request's key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
@@ -199,7 +198,6 @@ class PinnedSessions:
                 del self._num_listed[session.tenant]
 
     def _enforce_limits(self) -> None:
-        """The tenant with most pinned blocks loses them first, from its session that is least likely to continue."""
         while (
             excess := max(
                 self._pool.num_pinned - self._max_pinned,
@@ -218,9 +216,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """See BlockPool.unpin_some. Starts with the sessions that are least likely to continue, and with their last
-        blocks.
-        """
+        """See BlockPool.unpin_some. Starts with the last blocks of the sessions least likely to continue."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -258,7 +254,7 @@ class PinnedSessions:
 
 
 def _session_key(request: Request) -> str | None:
-    """None without a session id. Keys differ by tenant, cache salt and adapter."""
+    """Differs by tenant, cache salt and adapter. None without a session id."""
     engine_request = request.engine_request
     if not engine_request.session:
         return None

@@ -32,10 +32,10 @@ class RequestStatus(Enum):
 class Request:
     """A request while the scheduler runs it; only the scheduler changes it.
 
-    `num_computed_tokens` includes steps in flight. `num_tokens_in_flight` is the most tokens that these may sample. A
-    request is caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes
-    the last token and samples another. Until verified, draft tokens count as computed and in flight but are not in
-    `token_ids`, so they are neither hashed nor shared.
+    `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request is
+    caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last
+    token and samples another. Until verified, draft tokens count as computed and in flight but are not in `token_ids`,
+    so they are neither hashed nor shared.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Request:
         pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
-        """`pools_all_tokens`: an embedding needs all hidden states, so the prefix cache cannot be used."""
+        """`pools_all_tokens`: embeddings need all hidden states, which rules out the prefix cache."""
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
         self.sort_key = (0.0, arrival)
-        """Within a priority and tenant; the smallest goes first."""
+        """Within a priority and tenant, smallest first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
-        """Order among running requests; the smallest goes first."""
+        """Orders running requests, smallest first."""
         self.max_output_tokens = limit
         """0 for a pooling request."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
@@ -94,7 +94,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """`place` may be a user's, and raise or give a non-number."""
+        """`place` may be a user's, and raise or return a non-number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """0 while all it may generate is in flight, or the host must first see a token."""
+        """0 while all possible output is in flight, or the host must see a token first."""
         if self.num_tokens_in_flight and (
             self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
         ):
@@ -128,8 +128,8 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """Large images are encoded over several steps. A bidirectional span is never split: it waits for the next step,
-        or, if first and encoded, exceeds `max_tokens`.
+        """Large images are encoded over several steps. A bidirectional span is never split: it waits for the next step
+        or, if it is first and encoded, exceeds `max_tokens`.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
@@ -183,7 +183,7 @@ class Request:
         return self._block_hashes[:count]
 
     def finish_reason_after_token(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
-        """Return the finish reason and the matching stop_token_id."""
+        """(finish reason, matching stop_token_id)."""
         params = self.engine_request.params
         assert isinstance(params, SamplingParams), "a token of a request for a vector"
         if params.grammar is not None and token in eos:

@@ -1,5 +1,5 @@
-"""Timelines of requests and steps, kept by the client's process so that they outlive engines. Requests share a step's
-record, so a token costs one reference.
+"""Timelines of requests and steps, kept by the client's process to outlive engines. Requests share step records, so a
+token costs one reference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Three phases only the client knows: prefill again, waiting for an engine after a crash, sleep or change of weights,
-and waiting for the last output.
+"""Phases only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change;
+waiting for the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
 """Later ones are only counted."""
 MAX_TOTAL_STEPS = 100_000
-"""At most about 500 bytes each. Beyond it, the oldest requests keep only their phases."""
+"""About 500 bytes each at most. Beyond this, the oldest requests keep only their phases."""
 
 
 def make_step_record(
@@ -64,7 +64,7 @@ def make_step_record(
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
-    """Counts up with every engine after a crash."""
+    """Grows with every engine after a crash."""
     request_ids: tuple[str, ...]
     replica: int = 0
     """Data-parallel rank."""
@@ -140,12 +140,12 @@ class RequestRecorder(Protocol):
     def record_submission(self, request: EngineCoreRequest) -> None: ...
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """None: outputs of adding or aborting requests."""
+        """`record` None: outputs of adding or aborting requests."""
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """The requests `ids`, or all, wait for another engine, or with `for_good` end."""
+        """Requests `ids` (None: all) wait for another engine, or end if `for_good`."""
 
     def end_request(self, request_id: str, reason: str) -> None:
         """Ignores requests that are not open."""
@@ -160,7 +160,7 @@ class RequestHistory:
         self.listeners: list[Callable[[StepEntry], None]] = []
         self.end_listeners: list[Callable[[Timeline], None]] = []
         self.token_gap_listeners: list[Callable[[float], None]] = []
-        """Called with seconds between tokens of a request."""
+        """Called with seconds between a request's tokens."""
         self.counts_steps = True
         """StepEntry.is_counted of the next steps."""
         self._open_timelines: dict[str, Timeline] = {}
@@ -192,7 +192,7 @@ class RequestHistory:
 
     @property
     def ended_timelines(self) -> list[Timeline]:
-        """The last ended comes last."""
+        """In order of ending."""
         return [self._ended_timelines[request_id] for request_id in self._ended_ids]
 
     def record_submission(self, request: EngineCoreRequest) -> None:

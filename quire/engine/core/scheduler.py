@@ -1,10 +1,10 @@
-"""Decides what each step computes. One rule: every request catches its computed count up to its token count.
+"""Decides what each step computes. One rule: a request's computed tokens catch up with its known tokens.
 
-Decodes go first, then prefills in chunks, within a token budget. This covers chunked prefill, prefix cache hits, mixed
-batches, draft tokens and preemption. It touches no device and reads no clock.
+Decodes go first, then prefills in chunks, within a token budget. The rule covers chunked prefill, prefix cache hits,
+mixed batches, draft tokens and preemption. The scheduler touches no device and reads no clock.
 
-`schedule()` may run ahead of `update_from_output()`: effects count when a step is scheduled, tokens are appended when
-it is applied. Device work runs in scheduling order, so freed blocks may be reallocated while a step is in flight.
+`schedule()` may run ahead of `update_from_output()`: a step counts as computed once scheduled, and appends its tokens
+when applied. Devices run steps in scheduling order, so freed blocks may be reallocated while a step is in flight.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scheduler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """A request must see its last token on the host before it can be scheduled."""
+        """The host must see some request's last token before it can schedule that request."""
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
@@ -81,7 +81,7 @@ class Scheduler:
         )
 
     def find_request(self, request_id: str) -> Request | None:
-        """A running or waiting request; None for an unknown id."""
+        """None for an unknown id."""
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
@@ -147,7 +147,6 @@ class Scheduler:
             self._waiting.wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -184,7 +183,7 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Apply a step's output. Steps must be applied in the order they were scheduled in."""
+        """Apply steps in the order they were scheduled in."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:
@@ -226,7 +225,7 @@ class Scheduler:
             if lacking > 0 or not (self._free_slots or victims):
                 victims.append(victim)
                 lacking -= self.kv_cache_manager.num_exclusive_blocks(victim)
-        for victim in victims if lacking <= 0 else ():  # otherwise they would lose their blocks in vain
+        for victim in victims if lacking <= 0 else ():  # otherwise victims would lose blocks in vain
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
@@ -266,7 +265,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Preempts none. Appends to `scheduled_requests` and `copies`."""
+        """Never preempts. Appends to `scheduled_requests` and `copies`."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -368,7 +367,7 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Counts prompt tokens from `start` on that are now computed. The tenant is charged once for each token."""
+        """Count prompt tokens from `start` on that are now computed. Charge the tenant once per token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(

@@ -15,7 +15,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """The sliding window of each KV cache group."""
+    """Sliding window per KV cache group."""
     long_prefill_token_threshold: int | None = None
     """Per request and step; None: no limit."""
     eos_token_ids: tuple[int, ...] = ()
@@ -32,5 +32,4 @@ class SchedulerConfig:
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Limit per request and step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens

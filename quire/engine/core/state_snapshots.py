@@ -1,5 +1,5 @@
-"""Snapshots of recurrent states too large to keep for every block: a request that starts after a cached block needs one
-taken there. A snapshot is a slot without a request; slots are copied to save and restore.
+"""Snapshots of recurrent states too large to keep for every block. To start after a cached block, a request needs a
+snapshot taken there. A snapshot is a slot without a request; slots are copied to save and restore.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""A snapshot at the prompt's end gets its own step only if it saves at least this many tokens."""
+"""A snapshot at the prompt's end gets its own step only if it saves this many tokens."""
 
 
 class SnapshotConfig(NamedTuple):
@@ -23,7 +23,7 @@ class SnapshotConfig(NamedTuple):
 
 
 class SnapshotPosition(NamedTuple):
-    """A snapshot after a request's first `num_blocks` blocks."""
+    """A snapshot after the first `num_blocks` blocks."""
 
     snapshot_id: int
     num_blocks: int
@@ -46,7 +46,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """First blocks after which a request can start."""
+        """Number of leading blocks after which a request can start."""
 
     @abstractmethod
     def publish_snapshots(self) -> None:
@@ -62,7 +62,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def restore_state(self, request: Request) -> None:
-        """Needs the slot and the blocks of the computed tokens."""
+        """The request must have its slot and its computed blocks."""
 
     @abstractmethod
     def save_state(self, request: Request, num_known: int) -> None:
@@ -70,7 +70,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Return copies that must run in this order before the step being scheduled."""
+        """Copies to make, in order, before the step being scheduled."""
 
     @abstractmethod
     def clear_snapshots(self) -> None:
@@ -78,11 +78,11 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """Called with ~slot of slots about to be overwritten."""
+        """The callback gets ~slot of slots about to be overwritten."""
 
     @abstractmethod
     def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if a snapshot follows it or none is required."""
+        """True if a snapshot follows the block or none is required."""
 
     @abstractmethod
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
@@ -90,11 +90,11 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The last one, and the last within the prompt, because a template may later render the answer differently."""
+        """The last snapshot, and the last within the prompt: a template may later render the answer differently."""
 
     @abstractmethod
     def reserve_slot_for_load(self) -> int | None:
-        """Until `finish_load`; None: no slot now."""
+        """Until `finish_load`. None: no slot is free now."""
 
     @abstractmethod
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
@@ -102,7 +102,7 @@ class StateSnapshots(ABC):
 
 
 class NullStateSnapshots(StateSnapshots):
-    """Used for models that keep all state in blocks."""
+    """For models that keep all state in blocks."""
 
     interval_tokens = 0
     is_required = False
@@ -230,7 +230,7 @@ class PooledStateSnapshots(StateSnapshots):
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Leaves out those filled only when the next step begins."""
+        """Leaves out snapshots filled only when the next step begins."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -272,7 +272,7 @@ class PooledStateSnapshots(StateSnapshots):
         self._pool.unref([snapshot])
 
     def _next_snapshot_end(self, request: Request) -> int:
-        """Tokens before the next snapshot; always more than the computed ones."""
+        """Always more than the computed tokens."""
         regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_snapshot_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
@@ -288,7 +288,6 @@ class PooledStateSnapshots(StateSnapshots):
         return request.block_hashes(tokens // self._block_size, self._block_size)[-1]
 
     def _evict_stale(self) -> None:
-        """Evict unpinned snapshots that follow a block no longer cached."""
         for snapshot, digest in list(self._snapshot_hashes.items()):
             if not self._block_pool.has_hash(digest) and not self._pool.is_pinned(snapshot):
                 self._pool.evict(snapshot)

@@ -23,7 +23,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     stored_pages: int = 0
     stored_bytes: int = 0
     off: bool = False
-    """It hung and is no longer used."""
+    """The tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
         """Add the counters of earlier engines; gauges stay."""
@@ -34,7 +34,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
 class _Counters(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Computed ones; cached tokens do not count."""
+    """Excludes cached tokens."""
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
@@ -45,7 +45,7 @@ class _Counters(msgspec.Struct, array_like=True):
     """Verified drafts; each has several tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
-    """Accepted drafts, indexed by position in the draft."""
+    """Indexed by position in the draft."""
     prefix_queries: int = 0
     """Prompt tokens looked up."""
     prefix_hits: int = 0
@@ -55,7 +55,7 @@ class _Counters(msgspec.Struct, array_like=True):
     """Prompts that continue a conversation."""
     session_return_tokens: int = 0
     sessions_given_up: int = 0
-    """A conversation lost pinned blocks."""
+    """Conversations that lost pinned blocks."""
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
@@ -70,19 +70,17 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     tiers: list[TierStats] = []
     """Nearest to the device first."""
     load_seconds: float = 0.0
-    """Time requests waited for tiers."""
+    """Time that requests waited for tiers."""
     pages_lost: int = 0
-    """Too fast for any tier to store."""
+    """Blocks that came too fast for any tier."""
     prefix_unit: int = 0
     """Cached prefixes are multiples of this many tokens; 0: cache off. Constant."""
     kept_blocks: int = 0
     """Pinned blocks, used or free."""
     cache_tokens: int = 0
-    """Capacity of the KV cache; it does not change."""
+    """KV cache capacity; constant."""
     experts_read: int = 0
-    """With weights on disk; counts of the first rank only. See OffloadCounts in
-    quire/kernels/streaming/weight_offloader.py.
-    """
+    """First rank only, with weights on disk. See OffloadCounts in quire/kernels/streaming/weight_offloader.py."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -125,7 +123,7 @@ _COUNTERS = (
     "experts_guessed_right",
     "disk_bytes",
 )
-"""Fields that only grow, without accepted_drafts, which does too."""
+"""Fields that only grow, except accepted_drafts, which does too."""
 
 
 class LiveCounters(_Counters):
@@ -166,31 +164,26 @@ class RequestView(msgspec.Struct, frozen=True):
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """KV cache groups. The table has one block of each group for the first `block_size` tokens, then for the next ones,
-    and so on.
-    """
+    """KV cache groups. The table interleaves one block of each per `block_size` tokens."""
     computed_tokens: int
-    """Includes the step in flight."""
     num_blocks: int
     """Entries of the whole table."""
     block_ids: list[int]
-    """Its first entries, at most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
+    """At most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
     ref_counts: list[int]
-    """Requests that use each of these blocks."""
     cached: list[bool]
-    """True for each block that the prefix cache has."""
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """Memory of one engine's device, in bytes. The other fields add up to `total`."""
+    """Bytes of one engine's device. The other fields add up to `total`."""
 
     total: int
     weights: int
     kv: int
     """KV blocks and recurrent states."""
     activations: int
-    """On a GPU, the rest of PyTorch's allocator; on the host, how much the process has grown since it was ready,
-    excluding KV blocks.
+    """On a GPU, the rest of PyTorch's allocator; on the host, the process's growth since it was ready, without KV
+    blocks.
     """
     runtime: int
     """On a GPU, CUDA's own memory and other programs; on the host, Python and libraries."""
@@ -225,7 +218,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     began_at: float
     scheduled_at: float
     computed_at: float
-    """The executor's output had arrived."""
+    """When the executor's output arrived."""
     applied_at: float
     num_requests: int
     num_tokens: int
@@ -237,7 +230,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     drafts: tuple[tuple[str, int], ...] = ()
     """(request, tokens). An output has one token more than were accepted."""
     adapter_loads: tuple[tuple[str, float], ...] = ()
-    """(adapter, seconds) that the step waited."""
+    """(adapter, seconds that the step waited)."""
     num_generated_tokens: int = 0
     used_cuda_graph: bool = False
 

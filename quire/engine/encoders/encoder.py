@@ -1,5 +1,5 @@
-"""A bidirectional transformer as in Devlin et al. (2019), pre- or post-norm. Keys and values live for one layer, in KV
-blocks, so that decoders' attention kernels apply. A prompt is computed in one step.
+"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. Keys and values live for one layer, in KV blocks,
+so decoders' attention kernels apply. A prompt takes one step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.kernels.parameters.activation import Activation as Elementwise
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 
 MAX_BUCKET_DISTANCE = 128
-"""Farther positions share one bucket (Raffel et al., 2020)."""
+"""Farther positions share a bucket."""
 
 
 class _EncoderLayerWeights:
@@ -99,7 +99,7 @@ def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class Encoder:
-    """Load its weights through `parameters()` before use."""
+    """Load weights through `parameters()` before use."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
-        """Return the parameters keyed by checkpoint name."""
+        """Keyed by checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:
@@ -144,7 +144,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; no segments: all tokens are in the first."""
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; None: all tokens are in the first segment."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -159,10 +159,10 @@ class Encoder:
         *,
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
-        """Yield costs that add up to `chunk_cost` of the tokens. Return the output, and the states after `aux_layers`
+        """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
         (ascending).
 
-        `lengths`: for each metadata group, of sequences that attend to each other. `cos_sin` [T, head_dim] float32.
+        `lengths`: lengths of sequences that attend to each other, by metadata group. `cos_sin` [T, head_dim] float32.
         `splits_tokens`: a chunk may hold part of a sequence.
         """
         backend = self._backend
@@ -264,7 +264,7 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Half the buckets are for keys after the query; near distances are exact, others logarithmic (Raffel et al.,
+    """Half the buckets are for keys after the query. Near distances are exact, others logarithmic (Raffel et al.,
     2020).
     """
     half = num_buckets // 2

@@ -1,5 +1,5 @@
-"""Chunks of an encoder's work, between which other steps can run: one layer of some tokens each. Results are
-bit-identical, because kernels compute tokens independently.
+"""Splits an encoder's work into chunks, each one layer of some tokens; other steps can run between them. Bits stay the
+same because kernels compute tokens independently.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_CHUNK_TOKENS = 1024
 QKV_COST_SHARE = 0.25
 """3 of a layer's 12 hidden_size² come before attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
-"""Per chunk: range of the step's tokens, and metadata."""
+"""(range of the step's tokens, metadata) per chunk."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
-    """Chunks yield their costs. Returns the generator's result."""
+    """Ignore the yielded costs. Return the generator's result."""
     while True:
         try:
             next(chunks)
@@ -56,7 +56,7 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """Chunks of at most `max_rows` tokens (None: one chunk) of prompts of `lengths` [S] int64. Store all keys before
+    """Chunks of at most `max_rows` tokens (None: one chunk) for prompts of `lengths` [S] int64. Store all keys before
     any chunk attends. `has_rope_table`: RoPE reads one row per token. Does not wait for the device.
     """
     num_blocks = -(-lengths // block_size)

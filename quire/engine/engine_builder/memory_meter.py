@@ -1,4 +1,4 @@
-"""Measures how the memory of an engine's device is divided, for the live view."""
+"""Measures how an engine's device memory is divided, for the live view."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MemoryMeter = Callable[[], MemoryView | None]
 
 
 def make_memory_meter(info: EngineInfo, world_size: int) -> MemoryMeter:
-    """Call it when the engine is ready: everything that its process has in RAM at that time counts as weights and
-    libraries. The meter returns None for an engine of several processes, because each has a part of the model and its
-    own memory, and for devices that do not report their memory.
+    """Call when the engine is ready: everything its process then has in RAM counts as weights and libraries. The meter
+    returns None for devices that do not report their memory, and for an engine of several processes, because each has
+    its own memory with a part of the model.
     """
     if world_size > 1:
         return lambda: None

@@ -1,6 +1,4 @@
-"""The model families, one file each, found by config.json's model_type. A new file needs no entry elsewhere. Imports no
-torch.
-"""
+"""Model families, one file each, found by config.json's model_type. Imports no torch."""
 
 from __future__ import annotations
 

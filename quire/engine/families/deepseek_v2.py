@@ -44,7 +44,7 @@ _ROUTING: SpecFields = {
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
 """llama.cpp's values of expert_gating_func."""
 _DEEPSEEK_V3_NUM_EXPERTS = 256
-"""Older files of DeepSeek-V3 do not say that 4 of 8 groups are chosen."""
+"""Older files of DeepSeek-V3 do not record that 4 of 8 groups are chosen."""
 MLA_GGUF_MODULES = {
     **LAYER_MODULES,
     **expert_modules(),
@@ -88,7 +88,7 @@ def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> d
 
 
 def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Files give mscale_all_dim's score growth; published models have an equal mscale."""
+    """The file's multiplier gives mscale_all_dim. mscale equals it in published models."""
     growth = metadata.float("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or not growth:
         return rope

@@ -79,7 +79,7 @@ def _per_layer_inputs_spec(config: ModelConfig) -> PerLayerInputsSpec | None:
 
 
 def _kv_source_layers(config: ModelConfig) -> list[int | None]:
-    """None: its own. The last layers share with the last earlier one of the same type."""
+    """None: the layer's own. The last layers read from the last unshared layer of their type. Raises ModelError."""
     kinds, shared = list(config.raw.get("layer_types") or ()), config.raw.get("num_kv_shared_layers") or 0
     if shared >= len(kinds):
         raise ModelError(
@@ -152,9 +152,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """Return the overrides in per_layer_config, keyed by layer; None without it. Its keys may have leading zeros.
-    Raises ModelError.
-    """
+    """Return per_layer_config's overrides by layer; None without it. Keys may have leading zeros. Raises ModelError."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

@@ -24,7 +24,7 @@ from quire.engine.families.base import (
 from quire.kernels.parameters.activation import GELU, Activation
 
 _MAX_SHARED_USES = 64
-"""Names of the low-rank linears are listed in advance, up to this number of layers."""
+"""Names of low-rank linears are listed in advance for this many layers."""
 _SHARED_MODULE = "shared_transformer"
 _SHARED_GATE_UP = (f"{_SHARED_MODULE}.feed_forward.gate_proj", f"{_SHARED_MODULE}.feed_forward.up_proj")
 _GATE_ACTIVATIONS: dict[str, Activation] = {
@@ -72,7 +72,7 @@ def _build_zamba2_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _shared_transformer_spec(config: ModelConfig, *, weights_layer: int, use_index: int) -> SharedTransformerSpec:
-    """`weights_layer` is the first layer that uses the block, and holds its weights."""
+    """`weights_layer`: the first layer that uses the block; it holds the weights."""
     raw, norm = config.raw, NormSpec(config.norm_eps)
     if (activation := _GATE_ACTIVATIONS.get(hidden_activation(config) or "gelu")) is None:
         raise ModelError(f"model: hidden_act {raw.get('hidden_act')!r} is not supported in blocks that layers share")

@@ -12,7 +12,7 @@ from quire.engine.gguf.model_files import GGUF_SUFFIX, PART_PATTERN
 _QUANT_PATTERN = r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?)"
 _TAG_PATTERN = re.compile(rf"(?:^|[-_. ])({_QUANT_PATTERN})$", re.IGNORECASE)
 _NON_MODEL_PREFIXES = ("mmproj", "imatrix")
-"""File names with these prefixes are image encoders or importance matrices."""
+"""Image encoders and importance matrices."""
 PREFERRED_TAG = "Q4_K_M"
 _TAG_PREFERENCE = (
     PREFERRED_TAG,
@@ -53,7 +53,7 @@ _TAG_PREFERENCE = (
     "F32",
     "FP32",
 )
-"""Without a tag: four bits, then slightly more, then fewer, then more."""
+"""Four bits, then slightly more, then fewer, then more."""
 
 
 def file_tag(path: str) -> str:
@@ -65,7 +65,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Files of a split model are in order. Incomplete models are left out."""
+    """Orders the files of a split model. Omits incomplete models."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -80,7 +80,7 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """Without a tag, take the nearest to Q4_K_M. Raises ModelError naming the tags."""
+    """Without a tag, selects the nearest to Q4_K_M. Raises ModelError naming the tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)

@@ -1,5 +1,5 @@
 """Reads GGUF headers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). Files are
-untrusted: every count and offset is checked against the file's size before anything is allocated.
+untrusted: counts and offsets are checked against the file size before allocation.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     shape: tuple[int, ...]
-    """Contiguous axis last, as in PyTorch; files have the reverse order."""
+    """Contiguous axis last, the reverse of the file."""
     type: GGMLType
     file: Path
     offset: int
-    """Byte offset within the file."""
+    """Bytes from the start of the file."""
 
     @property
     def num_elements(self) -> int:
@@ -62,7 +62,7 @@ class GGUFHeader:
     tensors: Mapping[str, GGUFTensor]
 
     def get_string(self, key: str) -> str | None:
-        """None if the key is missing. Like the other getters, raises ModelError for another type."""
+        """None if missing. All getters raise ModelError for a wrong type."""
         return self._get_typed(key, str, "a text")
 
     def get_integer(self, key: str) -> int | None:
@@ -81,7 +81,7 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
-        """[] if the key is missing."""
+        """[] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -119,7 +119,7 @@ class ByteSource(Protocol):
 
 
 def read_header_bytes(file: ByteSource, path: Path, size: int) -> bytes:
-    """Return the header, possibly with bytes after it. Raises ModelError."""
+    """May include bytes after the header. Raises ModelError."""
     reader = _HeaderReader(file, path, size)
     reader.parse_header()
     return bytes(reader.data)

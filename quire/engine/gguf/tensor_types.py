@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class GGMLType(NamedTuple):
-    """Rows consist of blocks of `block_size` numbers in `type_size` bytes."""
+    """A block holds `block_size` numbers in `type_size` bytes."""
 
     name: str
     block_size: int
@@ -36,7 +36,7 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""Supported types, keyed by their number in GGUF files."""
+"""Keyed by type number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -1,4 +1,4 @@
-"""Decodes image files. They may be hostile: a server does it in a process that may be killed."""
+"""Decodes image files. These may be hostile, so a server decodes in a process that may be killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow's names; of a GIF the first frame."""
+"""Pillow's names. Only a GIF's first frame is read."""
 _MAX_SHOWN_CHARACTERS = 100
 FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
 MAX_FILE_BYTES = 20 << 20
@@ -24,7 +24,6 @@ MAX_PIXELS = 25_000_000
 
 _BAND_ROWS = 256
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
-"""Pillow's modes of 16-bit PNGs."""
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
 """EXIF's tag, and its values that swap width and height."""
@@ -62,7 +61,7 @@ def open_image(content: bytes, where: str) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height after `decode_upright`."""
+    """(width, height) after `decode_upright`."""
     try:
         is_rotated = _read_exif(image).get(_ORIENTATION_TAG) in _ROTATED_ORIENTATIONS
     except MemoryError:
@@ -73,7 +72,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """Pillow's getexif decodes all pixels of a PNG, so it is only called for a PNG if metadata follows the pixels."""
+    """Avoids getexif, which decodes all pixels of a PNG, unless metadata follows them."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -93,7 +92,7 @@ def _has_png_metadata_after_pixels(content: bytes) -> bool:
 
 
 def decode_upright(image: Image.Image, where: str) -> Image.Image:
-    """Decode to RGB, rotated by the EXIF orientation, transparency on white. Raises InvalidRequest."""
+    """Decode to RGB, apply the EXIF orientation, put transparency on white. Raises InvalidRequest."""
     from PIL import ImageOps
 
     try:
@@ -102,7 +101,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
             image = ImageOps.exif_transpose(image)
         if image.mode in _SIXTEEN_BIT_MODES:  # Pillow would clip all but the darkest 256 grays to white
             image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
-            image.info.pop("transparency", None)  # a 16-bit gray
+            image.info.pop("transparency", None)  # its value is a 16-bit gray
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = _composite_on_white(image)
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -113,7 +112,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """Composite bands of rows, because RGBA copies of a large image would exceed a worker's memory."""
+    """Composite bands of rows: a large image's RGBA copies would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)

@@ -52,11 +52,11 @@ def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> Multimod
 class MultimodalPromptBuilder:
     vision: VisionSpec
     template_image_token: str
-    """Chat templates write it for each image."""
+    """Written by chat templates for each image."""
     tokenizer: Tokenizer
 
     def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
-        """Raises InvalidRequest if an image's size cannot be read or the text contains a placeholder."""
+        """Raises InvalidRequest if an image's size is unreadable or the text contains a placeholder."""
         return self._expand_placeholders_in_text(
             text, self._make_layouts([self._open_image(each) for each in request_images], request_images)
         )
@@ -162,7 +162,7 @@ class MultimodalPromptBuilder:
 def make_tiles_by_tile_digest(
     reader: MultimodalPromptBuilder, request_images: Iterable[RequestImage]
 ) -> dict[str, Image]:
-    """At both details, by hex digest, as in receipts. Raises InvalidRequest."""
+    """Tiles at both details, keyed by the hex digest of receipts. Raises InvalidRequest."""
     images = dict[str, Image]()
     for each in request_images:
         for low in (False, True):

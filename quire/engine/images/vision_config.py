@@ -26,7 +26,7 @@ def can_read_images(raw: Mapping[str, Any]) -> bool:
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
-    """None if the model reads no images. `raw`: a config.json of another name. Raises ModelError."""
+    """None if the model reads no images. `raw` replaces the content of config.json. Raises ModelError."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
@@ -38,7 +38,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
 
 
 def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
-    """Return the number of all parameters and of the quantizable ones; 0, 0 without images. Raises ModelError."""
+    """(all parameters, quantizable ones); (0, 0) without images. Raises ModelError."""
     if not can_read_images(raw):
         return 0, 0
     vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)
@@ -62,7 +62,7 @@ def _make_vision_spec(
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
-    """Raises ModelError for disabled steps. do_normalize may be off unless `normalizes`."""
+    """Raises ModelError for disabled steps, including do_normalize if `normalizes`."""
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:

@@ -40,14 +40,13 @@ class _TargetModuleLocation:
 
 
 class AdapterManager:
-    """Collects a model's linears during loading. Any thread may pack adapters; put them into slots between steps."""
+    """Any thread may pack adapters; put them into slots between steps."""
 
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Slots are numbered from 1."""
         self.absent_module_prefixes: tuple[str, ...] = ()
-        """Prefixes of modules that other processes have."""
         self._backend = backend
         self._num_slots = num_slots
         self._max_rank = max_rank
@@ -103,7 +102,7 @@ class AdapterManager:
             self._embeddings[slot] = adapter.embedding
 
     def add_embedding_deltas(self, x: Tensor, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """Row by row, so that a row's bits depend on nothing else."""
+        """Row by row: a row's bits depend on nothing else."""
         if context.adapter_slots is None or not self._embeddings:
             return x
         for row, slot in enumerate(context.adapter_slots.tolist()):

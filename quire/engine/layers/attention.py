@@ -165,7 +165,7 @@ class Attention(PagedKVSublayer):
         return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
     def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
-        """Each frequency uses one coordinate of a token [T, 3]. Three equal ones give the same bits as a position."""
+        """`axes` [T, 3]: each frequency uses one coordinate. Three equal ones give the same bits as a position."""
         assert self._cos_sin is not None
         return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
 

@@ -93,5 +93,5 @@ class PositionEmbedding:
         }
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Add the embedding in place."""
+        """In place."""
         return x.add_(F.embedding(positions, self._table[EMBED_POSITIONS]))

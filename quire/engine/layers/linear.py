@@ -22,8 +22,8 @@ class Projection(Protocol):
 
 
 class FusedLinear:
-    """Linears with one input, such as q, k, v. The last tensor triggers packing, so that loading never holds much more
-    than the model.
+    """Linears with one input, such as q, k, v. The last tensor triggers packing: loading never holds much more than the
+    model.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FusedLinear:
         return ops.apply_linear(self.packed_linear, x, context)
 
     def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
-        """`names` replace the names of the parts, in order."""
+        """`names` replace the parts' names, in order."""
         parts, in_features = self._part_sizes
         renamed_parts = dict(zip(parts, names, strict=True))
         sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features
@@ -125,7 +125,7 @@ class SharedLinear:
             self._packed_linear = self._adapters.add_slots_to_linear(packed, *self._part_sizes, self._cuts, wide=False)
 
     def parameters(self) -> ParameterTable:
-        """Loaded by the weights' owner."""
+        """The weights' owner loads them."""
         return {}
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:

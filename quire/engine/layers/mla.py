@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): a block keeps one latent and one rotated key per token for all
 heads.
 
-Queries are absorbed into latent space, also in prefill, so that a row's bits depend on the row alone. If that is not
-required, a backend may expand latents instead (`ExpandablePerHeadLinear`), which rounds differently.
+Queries are absorbed into latent space, even in prefill, so that a row's bits depend on the row alone. If that is not
+required, backends may expand latents (`ExpandablePerHeadLinear`), which rounds differently.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class MLAttention(Sublayer):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _pack_kv_b(self, weight: Tensor) -> None:
-        """Split kv_b_proj: one part absorbs queries, the other turns attention outputs into values."""
+        """One part of kv_b_proj absorbs queries, the other turns attention outputs into values."""
         spec, pack = self._spec, self._build_context.backend.pack_per_head_linear
         heads = weight.view(self._num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._absorb_queries = pack(

@@ -26,8 +26,8 @@ _RELU_SQUARED = Activation("relu2")
 
 
 class SparseMoE(Sublayer):
-    """Only shared experts and latent projections take adapters. Ranks have parts of experts or whole experts, and the
-    whole router.
+    """Only shared experts and latent projections take adapters. Ranks have whole experts or parts, and the whole
+    router.
     """
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
@@ -174,9 +174,7 @@ class _SharedExpert:
 
 
 class _LatentProjections:
-    """Replicated. The output projection takes this rank's partial sum, so that one reduction suffices for shared
-    experts too.
-    """
+    """Replicated. The output projection takes this rank's partial sum, so one reduction includes the shared experts."""
 
     def __init__(self, spec: LatentMoESpec, shapes: SublayerShapes, shard: ModelShard, layer: str) -> None:
         input_name, output_name = (f"{layer}.{name}" for name in spec.projection_names)
@@ -215,7 +213,7 @@ def _make_mlp_linears(
 
 
 def _empty_slice(tensor: Tensor) -> Tensor:
-    """Reads nothing of another rank's expert."""
+    """Another rank's expert is not read."""
     return tensor.new_empty(0)
 
 

@@ -27,11 +27,10 @@ class NormWeights:
         self._biases: dict[str, Tensor] = {}
 
     def get_weight(self, name: str) -> Tensor | None:
-        """None without such a norm."""
         return self._weights[name] if name in self._sizes_by_name else None
 
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), without such a norm the sum twice. May overwrite both."""
+        """(norm(x + residual), x + residual); without such a norm, the sum twice. May overwrite both."""
         if residual is None:
             return self.apply_norm(ops, name, x), x
         if name not in self._sizes_by_name:
@@ -52,7 +51,9 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the norm to 8 bits if its only readers take that. `parallel`: (norm(residual), residual)."""
+        """Quantizes the norm to 8 bits if `linears`, its only readers, take that. `parallel`: (norm(residual),
+        residual).
+        """
         if parallel:
             assert residual is not None
             x, residual = residual, None
@@ -67,7 +68,7 @@ class NormWeights:
         return form.norm_and_round(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
-        """Without such a norm, x."""
+        """x if there is no such norm."""
         if name not in self._sizes_by_name:
             return x
         weight, eps = self._weights[name], self._spec.eps

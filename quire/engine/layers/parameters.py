@@ -1,4 +1,4 @@
-"""How checkpoint tensors reach a model. A module is ready once all of its `parameters()` are loaded."""
+"""How checkpoint tensors reach a model. A module is ready once all its `parameters()` are loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 EarlySliceAxes = Literal["nothing", "outputs", "all"]
-"""Axes of a rank's slice that are cut on reading; the others are cut on packing."""
+"""Axes that a rank's slice cuts on reading; others are cut on packing."""
 
 
 def identity(tensor: Tensor) -> Tensor:

@@ -23,9 +23,8 @@ PoolerHeadFunction = Callable[[Tensor], Tensor]
 class PoolingChunk:
     scheduled: ScheduledRequest
     first_row: int
-    """Index of its first token in the step."""
+    """Its first token's index in the step."""
     prompt_len: int
-    """Tokens of the whole prompt."""
     params: PoolingParams
 
     @property
@@ -42,14 +41,14 @@ class Pooler:
         self.pooling = pooling
         self._head = head
         self._accumulated = torch.empty(0)
-        """[slots, hidden]: the running sum or first state."""
+        """[slots, hidden]: running sum or first state."""
         self._token_vectors: dict[int, list[Tensor]] = {}
         """[tokens, size] tensors, one per chunk, keyed by slot."""
         if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """[R, size] float32 of prompts that end, or of their tokens. `hidden` [T, hidden]: all tokens of the step."""
+        """[R, size] float32 of prompts that end, or of their tokens. `hidden` [T, hidden]: all of the step's tokens."""
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
@@ -78,7 +77,7 @@ class Pooler:
         return torch.cat(finished_vectors)
 
     def _accumulate(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> None:
-        """Add tokens to their prompts' sums; for "cls", keep the first token of each prompt."""
+        """Sum tokens by prompt; for "cls", keep each prompt's first token."""
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
         slots = [each.scheduled.slot for each in starting]
@@ -110,7 +109,7 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
-    """Only for rows that end their prompt. `vectors` are float32, from `Pooler.pool`."""
+    """Only for rows that end their prompt. `vectors`: float32, from `Pooler.pool`."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":

@@ -26,7 +26,7 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Fields required in addition to rope_theta, keyed by type."""
+"""Required in addition to rope_theta, keyed by type."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
@@ -58,7 +58,7 @@ def _base_frequencies(theta: float, rotated: int) -> Tensor:
 
 
 def _attention_factor(rope: dict[str, Any]) -> float:
-    """Cosines and sines are multiplied by it."""
+    """Multiplies cosines and sines."""
     if rope["rope_type"] == "longrope":
         return _longrope_attention_factor(rope)
     if rope["rope_type"] == "yarn":
@@ -75,7 +75,7 @@ def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
 
 def alibi_bias_table(heads: int, length: int) -> Tensor:
     """[heads, 2 * length + 15] of ALiBi (Press et al., 2022). Slopes are geometric; if `heads` is no power of two, the
-    rest comes from the next one's.
+    rest comes from the next power's.
     """
     power_of_two = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
@@ -91,8 +91,8 @@ def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
 
 
 def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
-    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length, never per request: a
-    sequence's keys would change midway.
+    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length, never per request:
+    keys would change midway.
     """
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
     return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)

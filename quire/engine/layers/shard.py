@@ -19,7 +19,7 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
-    """A part of a linear [out, in]; None: all."""
+    """Part of a linear [out, in]; None: all."""
 
     output_range: range | None = None
     input_range: range | None = None
@@ -27,7 +27,7 @@ class LinearSlice:
     """One of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
-        """The tensor's rows are outputs and its columns inputs."""
+        """Rows are outputs, columns inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -96,7 +96,6 @@ class LinearSlice:
 
 FULL_LINEAR = LinearSlice()
 _EXPERTS = ".experts."
-"""In the names of routed experts' linears."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class ModelShard:
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
-        """With more ranks than heads, ranks share one. All heads under context parallelism."""
+        """With more ranks than heads, ranks share one. Context parallelism: all heads."""
         if self.is_context_parallel:
             return range(heads)
         return (
@@ -159,7 +158,7 @@ class ModelShard:
         return self.group.gather_columns(x, widths)
 
     def gather_argmax(self, values: Tensor, indices: Tensor, size: int) -> Tensor:
-        """First maximum of each row, [R] int64 on every rank; `values` [R] float32 and `indices` [R] int64 are this
+        """Each row's first maximum, [R] int64 on every rank; `values` [R] float32 and `indices` [R] int64 are this
         rank's.
         """
         assert self.group is not None

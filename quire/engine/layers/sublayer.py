@@ -25,7 +25,7 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 @dataclass(frozen=True, slots=True)
 class CacheTensorSpec:
     """The first axis is the KV block or slot. Blocks of more than 16 tokens are [blocks, tokens, ...] or [blocks,
-    pieces, ...], so that a prefix can be copied.
+    pieces, ...], so prefixes can be copied.
     """
 
     shape: tuple[int, ...]
@@ -46,16 +46,16 @@ class BuildContext:
     device: torch.device
     max_model_len: int
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """Scales keyed by layer name; missing ones are 1."""
+    """By layer name; missing ones are 1."""
     adapters: AdapterManager | None = None
     """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
-    """Set only if experts are packed differently from other weights."""
+    """Set only if experts are packed unlike other weights."""
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """Shared linears, keyed by the name of their first use."""
+    """Keyed by the name of their first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
@@ -98,7 +98,7 @@ class ForwardContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
-        """Return the context for sublayers that come after all other rows are dropped."""
+        """Context of sublayers after all other rows are dropped."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),
@@ -118,7 +118,7 @@ class SmoothableNorm:
 class Sublayer(ABC):
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Return the parameters keyed by checkpoint name."""
+        """Keyed by checkpoint name."""
 
     def process_weights_after_loading(self) -> None:
         return None
@@ -128,16 +128,15 @@ class Sublayer(ABC):
         return ()
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Empty if stateless."""
         return ()
 
     @property
     def num_block_tensors(self) -> int:
-        """Includes another layer's, if it reads that."""
+        """Includes another layer's, if this one reads them."""
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """State outside of blocks; `num_drafts` tokens of a step may be rejected later."""
+        """State outside blocks; `num_drafts` tokens of a step may be rejected later."""
         return ()
 
     @property
@@ -148,8 +147,8 @@ class Sublayer(ABC):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, residual stream), not yet added, for x [T, hidden] (residual None: embeddings). Stores the
-        state of all T tokens.
+        """(output, residual stream), not yet added, for x [T, hidden] (residual None: embeddings). Stores the state of
+        all T tokens.
         """
 
 

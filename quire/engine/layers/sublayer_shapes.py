@@ -72,7 +72,7 @@ class SublayerShapes:
         )
 
     def make_norms(self, names: Iterable[str], norm: NormSpec) -> NormWeights:
-        """Names that the sublayer lacks are skipped."""
+        """Skips names that the sublayer lacks."""
         sizes = self.output_sizes(name for name in names if name in self)
         return NormWeights(sizes, self._build_context.dtype, norm)
 

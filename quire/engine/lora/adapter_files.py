@@ -1,5 +1,5 @@
-"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch: a server refuses an adapter
-before its engine sees it.
+"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch, because a server refuses an
+adapter before its engine sees it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.engine.lora.target_modules import ModuleShapes
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_SCALE = 1024.0
-"""Trained scales are below 100; far above, results overflow."""
+"""Trained scales are below 100; far higher ones overflow results."""
 _MAX_CONFIG_BYTES = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF_OF_SUFFIX = {
@@ -72,8 +72,6 @@ _UNSUPPORTED_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class AdapterModuleSpec:
-    """`lora_a` [rank, in_features] and `lora_b` [out_features, rank] are tensor names."""
-
     lora_a: str
     """Name of a tensor [rank, in_features] in the file."""
     lora_b: str
@@ -138,7 +136,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """Return tensor names keyed by module and half (down or up)."""
+    """Keyed by module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)
@@ -170,7 +168,7 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """`name` is PEFT's. None: the model has no such module."""
+    """`name`: PEFT's. None: the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)

@@ -37,8 +37,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LocalAdapters:
-    """Deletes copies that are neither recent nor in use: a trainer that writes an adapter at every step would fill the
-    disk.
+    """Deletes copies that are neither recent nor in use, because a trainer that writes an adapter at every step would
+    fill the disk.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:

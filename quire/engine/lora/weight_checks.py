@@ -39,7 +39,7 @@ def check_finite(file: Path) -> None:
 
 
 def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
-    """Raise AdapterError unless base weights saved with an adapter are the model's: they may have been trained or
+    """Raise AdapterError unless base weights saved with an adapter equal the model's: they may have been trained or
     resized. `names`: modules by tensor name.
     """
     for tensor_name, module in names.items():

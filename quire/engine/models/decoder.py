@@ -56,7 +56,7 @@ class _BoundSublayer(NamedTuple):
 
 
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
-    """A layer's cache holds block tensors first, then slot tensors."""
+    """A layer's cache holds block tensors, then slot tensors."""
     num_block_tensors, num_slot_tensors = (
         [sublayer.num_block_tensors for sublayer in layer],
         [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
@@ -100,7 +100,7 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's. The first
+        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's; the first
         stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
         """
         backend = build_context.backend
@@ -164,7 +164,7 @@ class Decoder:
 
     @property
     def kernel_backend_identity(self) -> str:
-        """Everything that bits of the KV cache may depend on."""
+        """Everything that KV cache bits may depend on."""
         return f"{self._backend.name}, {self._backend.description()}"
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
@@ -189,7 +189,6 @@ class Decoder:
         return table
 
     def process_weights_after_loading(self) -> None:
-        """Call it after the last tensor."""
         for sublayer in (sublayer for layer in self._layers for sublayer in layer):
             sublayer.process_weights_after_loading()
 
@@ -205,7 +204,7 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """One entry per layer index in the block. Layers with the same index belong to different groups and share its
+        """Indexed by layer index in the block. Layers with the same index belong to different groups and share its
         tensors.
         """
         layers = [
@@ -216,7 +215,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Return specs indexed by the layer's place in the block."""
+        """Indexed by layer index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -227,7 +226,7 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
-        """Bytes of a block in all layers, including those of other pipeline stages."""
+        """Bytes of a block in all layers of all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -236,7 +235,7 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """Bytes in all pipeline stages."""
+        """Covers all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -260,7 +259,7 @@ class Decoder:
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """Formula for all groups and processes; a block has room for `places` layers."""
+        """Covers all groups and processes; a block has room for `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -282,7 +281,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Also return the residual streams [T, hidden] at the inputs of `aux_layers` (ascending)."""
+        """Also return the residual streams [T, hidden] before `aux_layers` (ascending)."""
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows
@@ -300,7 +299,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """The last layer computes `output_rows` only, if given."""
+        """The last layer computes only `output_rows`, if given."""
         self._layer_hooks.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
@@ -331,7 +330,7 @@ class Decoder:
         return x, residual, aux_hidden_states
 
     def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """x [T, hidden], and the residual stream to add it to (None: none yet)."""
+        """x [T, hidden], and the residual stream to add it to (None at first)."""
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
         if self._positions is not None:
             x = self._positions.add_positions(x, metadata.positions)
@@ -354,7 +353,7 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers`: indices in this stage. The last one computes `output_rows` only, if given."""
+        """`layers`: indices in this stage. The last one computes only `output_rows`, if given."""
         done = layers.start
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (
@@ -423,8 +422,8 @@ class Decoder:
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Argmax [R] int64 on every rank; flags [R] are valid on the first. Does not wait for the host; ranks exchange
-        two numbers per row.
+        """Argmax [R] int64 on every rank; flags [R] are valid on the first. The host does not wait; ranks exchange two
+        numbers per row.
         """
         logits = self._shard_logits(hidden, context)
         tokens = self.argmax(logits)
@@ -445,5 +444,5 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """[R]. NaN spreads to whole rows, so checking one logit suffices: a tenth of the time of checking all."""
+    """[R]. NaN spreads to whole rows, so one logit suffices: a tenth of the time of checking all."""
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

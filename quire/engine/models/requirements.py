@@ -40,12 +40,12 @@ def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | li
 
 
 def has_sinks(spec: DecoderSpec) -> bool:
-    """True for models with attention sinks, such as gpt-oss."""
+    """Attention sinks, as in gpt-oss."""
     return any(each.sinks for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
 def has_chunked_attention(spec: DecoderSpec) -> bool:
-    """True for models with chunked attention, such as Llama 4."""
+    """As in Llama 4."""
     return any(each.chunked for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
@@ -54,7 +54,7 @@ def has_mla(spec: DecoderSpec) -> bool:
 
 
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
-    """CPUs compute MLA on latent heads; elsewhere MLA has its own kernels, and heads are expanded ones."""
+    """On CPUs, MLA's latent head; elsewhere the expanded one, because MLA has its own kernels."""
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
         return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
@@ -62,7 +62,7 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
 
 
 def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
-    """Return parameters and value_dim for each kind and size of recurrence."""
+    """(parameters, value_dim) of each kind and size of recurrence."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
         *spec.sublayers_of_kind(Mamba2LayerSpec),

@@ -79,9 +79,7 @@ class AsyncLLM(LLMBase):
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one prompt, a text or token ids.
-
-        Closing the iterator, as leaving the loop does, aborts the answer.
+        """Answer one prompt, a text or token ids. Closing the iterator, as leaving the loop does, aborts the answer.
 
         Args:
             sampling_params: Default: `get_default_sampling_params()`. Its output_kind decides what is yielded.
@@ -108,7 +106,7 @@ class AsyncLLM(LLMBase):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one conversation, rendered as by `LLM.chat`. Yields and raises as `generate`."""
+        """Answer one conversation, rendered as by `LLM.chat`. Yields and raises like `generate`."""
         rendered = partial(
             self._input_processor.encode_chats,
             [messages],
@@ -127,7 +125,7 @@ class AsyncLLM(LLMBase):
         *,
         lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput:
-        """The model's vector of a prompt: `.outputs.data`. Raises as `generate`."""
+        """The model's vector of a prompt: `.outputs.data`. Raises like `generate`."""
         info, params = await self.start(), pooling_params or PoolingParams()
         encoded = self._input_processor.keep_first_prompt_tokens(
             self._input_processor.encode_prompt(prompt), None, info
@@ -158,9 +156,7 @@ class AsyncLLM(LLMBase):
         await self._weights.sleep(level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load weights and KV cache again; vLLM's `tags` are ignored. Raises ConfigError, and stays asleep, if that
-        fails.
-        """
+        """Load weights and KV cache again; vLLM's `tags` are ignored. On failure raises ConfigError and sleeps on."""
         await self.start()
         await self._weights.wake_up()
 
@@ -171,7 +167,7 @@ class AsyncLLM(LLMBase):
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
     ) -> str:
         """Switch to the weights of a folder or GGUF file with the model's shape; return their version. `mode`: see
-        `sleep`. Raises InvalidRequest or ConfigError, and changes nothing, if they cannot be served.
+        `sleep`. If they cannot be served, raises InvalidRequest or ConfigError and changes nothing.
         """
         await self.start()
         return await self._weights.update(os.fspath(path), mode, version)
@@ -189,7 +185,7 @@ class AsyncLLM(LLMBase):
         await self._close_future
 
     def shutdown(self) -> None:
-        """Start `close` without waiting for it; call inside the event loop."""
+        """Start `close` without waiting for it. Call inside the event loop."""
         if self._close_future is None:
             self._close_future = asyncio.ensure_future(self._stop_engine())
 

@@ -26,14 +26,14 @@ class InProcessClient(ExclusiveClient):
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """Request ids in order of submission."""
+        """Ids in order of submission."""
         self._work_event = asyncio.Event()
         """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """Capacity settings of the first engine, for later ones."""
+        """The first engine's capacity settings, for later engines."""
         self._has_given_tensors = False
-        """No file has the weights."""
+        """The weights came as tensors: no file has them."""
         self._earlier_stats = EngineStats()
         """Counters of earlier engines."""
 
@@ -58,7 +58,7 @@ class InProcessClient(ExclusiveClient):
         gc.collect()  # reference cycles would delay freeing memory
 
     async def rest(self, level: int) -> None:
-        """Both levels are the same: there is no process to end."""
+        """Both levels are the same, because there is no process to end."""
         self.asleep = True
         await self._release_engine()
 
@@ -79,9 +79,9 @@ class InProcessClient(ExclusiveClient):
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
         """tensors: by checkpoint name. On failure the previous weights are restored if a file has them; otherwise the
-        model sleeps until tensors are given.
+        model sleeps until it gets tensors.
         """
-        # An earlier update's folder may be gone by now.
+        # An earlier update's folder may be gone.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
         await self._replace_engine(config, version, tensors)
 
@@ -96,10 +96,10 @@ class InProcessClient(ExclusiveClient):
         try:
             engine = EngineCore(config, tensors=tensors)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # frames hold what was loaded
+            traceback.clear_frames(error.__traceback__)  # frames hold loaded tensors
             free_engine_memory()
             if before is not None:
-                with suppress(QuireError):  # sleeps if the files are gone
+                with suppress(QuireError):  # stay asleep if the files are gone
                     self._adopt_engine(EngineCore(before.model_copy(update=self._memory_plan)))
             raise
         self._config = config

@@ -50,7 +50,7 @@ _W = TypeVar("_W")
 class LLM(LLMBase):
     """Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`.
 
-    The engine runs in this process. With `multiprocessing`, or several replicas (data_parallel_size), it runs in other
+    The engine runs in this process or, with `multiprocessing` or several replicas (data_parallel_size), in other
     processes, which are replaced when they die. Works in notebooks, because the engine has its own thread and event
     loop. On a CPU OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process
     slower.
@@ -86,12 +86,12 @@ class LLM(LLMBase):
         priority: Sequence[int] | None = None,
         receipts: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or several prompts, each a text or token ids. Results are in the order of the prompts.
+        """Answer one or several prompts, each a text or token ids, in order.
 
         Args:
             sampling_params: One for all prompts, or a list; default: `get_default_sampling_params()`.
             lora_request: An adapter for all prompts, or a list with an adapter or None for each.
-            priority: One per prompt; lower goes first. Does not change the tokens of an answer.
+            priority: One per prompt; lower goes first. Does not change an answer's tokens.
             receipts: Attach a `receipt` to each result, for `replay` or the command `quire replay`.
 
         Raises:
@@ -117,7 +117,7 @@ class LLM(LLMBase):
         """Answer one or several conversations, rendered by the model's chat template or `chat_template`.
 
         Tools that the template does not render are described in the system message. Calls are not parsed from answers.
-        Other arguments as `generate`.
+        Other arguments: see `generate`.
         """
         prompts = self._input_processor.encode_chats(
             messages,
@@ -179,7 +179,7 @@ class LLM(LLMBase):
             images: Pillow images of its prompts.
 
         Returns:
-            Equal, or the first difference, or why the replay was refused.
+            Equal, the first difference, or why the replay was refused.
 
         Raises:
             InvalidRequest: Not a receipt, or not an image.
@@ -241,12 +241,12 @@ class LLM(LLMBase):
         return self._client.engine_core.asleep
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache until `wake_up`. vLLM's two levels are the same here."""
+        """Free weights and KV cache until `wake_up`. Unlike in vLLM, both levels are the same."""
         self._run_coroutine(self._weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the weights and allocate the KV cache again; vLLM's `tags` are ignored. Raises ConfigError if that
-        fails, or if the weights came from `load_weights`.
+        """Load weights and KV cache again; vLLM's `tags` are ignored. Raises ConfigError if that fails, or if the
+        weights came from `load_weights`.
         """
         self._run_coroutine(self._weights.wake_up())
 
@@ -259,7 +259,7 @@ class LLM(LLMBase):
 
         Raises:
             ModelError: Tensors are missing, unknown or of another shape. After this, or an error of the iterator, the
-                previous weights are restored if a file has them; otherwise the model sleeps until tensors are given.
+                previous weights are restored if a file has them; otherwise the model sleeps until it gets tensors.
         """
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):
@@ -271,7 +271,7 @@ class LLM(LLMBase):
         )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
-        """`load_weights` from a folder of safetensors files, or a GGUF file. Errors in the files' headers raise
+        """Like `load_weights`, from a folder of safetensors files or a GGUF file. Errors in the files' headers raise
         InvalidRequest or ModelError before the current weights are freed.
         """
         return self._register_version_for_receipts(
@@ -313,7 +313,7 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """Label probabilities of each prompt: `[0].outputs.probs`. Arguments and errors as `embed`."""
+        """Label probabilities of each prompt: `[0].outputs.probs`. Arguments and errors: see `embed`."""
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
         return self._pool_prompts(
             self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
@@ -333,8 +333,8 @@ class LLM(LLMBase):
         lora_request: LoRARequests = None,
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Vector of each prompt: `[0].outputs.data`. `pooling_task` chooses it; default: what the model makes. Other
-        arguments and errors as `embed`.
+        """Vector of each prompt: `[0].outputs.data`. `pooling_task` chooses it; default: the model's. Other arguments
+        and errors: see `embed`.
         """
         if pooling_task not in (None, "embed", "classify"):
             message = f"pooling_task must be embed or classify, the vectors of whole prompts, got {pooling_task!r}"
@@ -355,7 +355,7 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Score one text with each of several, or texts pair by pair: `[0].outputs.score`. Arguments and errors as
+        """Score one text with each of several, or texts pair by pair: `[0].outputs.score`. Arguments and errors: see
         `embed`.
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
@@ -447,7 +447,7 @@ class LLM(LLMBase):
             tasks = [asyncio.create_task(run_one(each, done)) for each in items]
             try:
                 return await asyncio.gather(*tasks)
-            finally:  # if one failed, nobody reads the others
+            finally:  # after a failure nobody reads the others
                 for task in tasks:
                     task.cancel()
 

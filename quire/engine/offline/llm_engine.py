@@ -39,7 +39,7 @@ class CacheConfig:
     block_size: int
     """Tokens."""
     num_gpu_blocks: int
-    """Number of blocks on any device, despite the name."""
+    """On any device, despite the name."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
     """Blocks of earlier prompts in host memory."""
@@ -79,7 +79,7 @@ RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenRequestHandle:
-    """Successive requests may share an id."""
+    """Distinguishes successive requests with the same id."""
 
     id: str
     wants_deltas: bool
@@ -92,8 +92,8 @@ class LLMEngine:
     """vLLM's LLMEngine: `add_request`, then `step` as long as `has_unfinished_requests`. Its creation raises what LLM's
     does.
 
-    The engine has its own thread, so a step returns all that has come since the last one, maybe several tokens of a
-    request. Use it from one thread. It ignores requests of an LLM's own methods.
+    The engine has its own thread, so a step returns everything since the last one, maybe several tokens of a request.
+    Use it from one thread. It ignores requests of an LLM's own methods.
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:
@@ -133,11 +133,10 @@ class LLMEngine:
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         """Left for the next step."""
         self._request_numbers = count()
-        """An aborted request may still be ending when another takes its id."""
+        """Make ids unique: an aborted request may still be ending when another takes its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:
-        """Raises ConfigError, and errors of the engine's start, as LLM does."""
         return cls(RunningEngine(make_engine_config(engine_args.model, engine_args.options)))
 
     @property
@@ -200,8 +199,8 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOrPoolingOutput]:
-        """Wait for new outputs; return [] if no request is open. Of cumulative outputs only a request's latest is
-        returned, of deltas all in order. Raises EngineError for a request that the engine failed, which is then closed.
+        """Wait for new outputs; return [] if no request is open. Returns only the latest of a request's cumulative
+        outputs, but all deltas in order. Raises EngineError for a request that the engine failed, which is then closed.
         """
         outputs: dict[object, RequestOrPoolingOutput] = {}
         while self._open_requests and not outputs:
@@ -213,7 +212,7 @@ class LLMEngine:
                     break
                 self._unread_outputs.popleft()
                 if self._open_requests.get(request.id, (None,))[0] is not request:
-                    continue  # it was aborted
+                    continue  # aborted
                 if isinstance(output, Exception):
                     del self._open_requests[request.id]
                     raise output
@@ -230,7 +229,7 @@ class LLMEngine:
                 work.cancel()
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that no step has reported as finished yet."""
+        """Counts requests that no step has reported as finished."""
         return len(self._open_requests)
 
     def has_unfinished_requests(self) -> bool:
@@ -243,7 +242,7 @@ async def _queue_outputs(
     try:
         async for output in work:
             output_queue.put((request, replace(output, request_id=request.id)))
-    except Exception as error:  # would be lost in this task
+    except Exception as error:  # else lost in this task
         output_queue.put((request, error))
 
 

@@ -1,4 +1,4 @@
-"""Prompts of programs: rendered, encoded and checked."""
+"""Renders, encodes and checks programs' prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quire.engine.text.pooling_inputs import encode_truncated
 class TextPrompt(TypedDict):
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """Same format as vLLM's: `image` is a Pillow image, or a list with one image per placeholder in the text."""
+    """vLLM's format: `image` is a Pillow image, or a list with one image per placeholder in the text."""
 
 
 class TokensPrompt(TypedDict):
@@ -122,7 +122,7 @@ class OfflineModel:
                 raise TypeError
             return EncodedPrompt(
                 None, [operator.index(token) for token in prompt]
-            )  # accepts integers of numpy and torch
+            )  # accepts numpy's and torch's integers
         except TypeError:
             message = f"{name} must be a text or a list of token ids, got {type(prompt).__name__}"
             raise InvalidRequest(message, param="prompts") from None
@@ -188,7 +188,7 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Keep the tokens that the tokenizer adds around a text. length None: all; -1: the context. Raises
+        """Also keeps the tokens that the tokenizer adds around a text. length None: all; -1: the context. Raises
         InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
@@ -211,7 +211,7 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind` overrides the parameters' own. Raises InvalidRequest; call `check_prompt` as well."""
+        """`kind` overrides the parameters' own. Raises InvalidRequest; call `check_prompt` too."""
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
         check_text_params(self.tokenizer, stop=engine_params.stop, structured_outputs=engine_params.grammar)
@@ -254,7 +254,6 @@ _VLLM_ALTERNATIVES = {
         ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"), _WEIGHT_UPDATE_HINT
     ),
 }
-"""Replacements of missing vLLM methods."""
 
 
 class LLMBase:
@@ -275,17 +274,17 @@ class LLMBase:
         return self.tokenizer.to_transformers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Defaults of generation_config.json; used by calls without sampling_params."""
+        """From generation_config.json; used by calls without sampling_params."""
         return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
         """Call `callback` with the error when the engine has ended for good, except by closing. It runs on the engine's
-        event loop, which for an LLM is on another thread.
+        event loop, for an LLM on another thread.
         """
         self._client.engine_core.failure_callbacks.append(callback)
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's gauges and counters, under vLLM's names."""
+        """Under vLLM's names."""
         return make_engine_metrics(self._client.engine_core.stats)
 
 
@@ -307,7 +306,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         )
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")
-    prompt_list = list(prompts)  # also a table's column
+    prompt_list = list(prompts)  # also from a table's column
     return [prompts] if prompt_list and _is_integer_like(prompt_list[0]) else prompt_list
 
 

@@ -1,5 +1,5 @@
 """EngineConfig's fields as types for editors and type checkers. Add options to EngineConfig;
-tests/engine/offline/test_options.py reports what is missing here.
+tests/engine/offline/test_options.py reports missing ones.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum of the tokens' log probabilities; None unless logprobs were requested."""
+    """None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """One dict per token, by id: its own and the requested alternatives."""
+    """One dict per token, by id: the token and the requested alternatives."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """Stop string, or id of stop_token_ids."""
     weights_versions: Versions = field(default_factory=list)
-    """Weights of a finished, whole answer, each with the number of tokens it computed."""
+    """Set for a finished, whole answer."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -45,7 +45,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """For n > 1 of the first choice. Times ending in _ts are of time.monotonic()."""
+    """For n > 1, metrics of the first choice. Times ending in _ts are of time.monotonic()."""
 
     arrival_time: float
     """Unix time in seconds."""
@@ -75,9 +75,9 @@ class RequestOutput:
     """Set when finished."""
     num_cached_tokens: int = 0
     weights_version: str = ""
-    """Weights of the last token so far."""
+    """Version of the last token so far."""
     num_missed_tokens: int = 0
-    """Prompt tokens that were computed again although they had been computed before."""
+    """Prompt tokens computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None
     """See docs/guides/prefix-caching.md."""
     receipt: Receipt | None = None
@@ -161,7 +161,7 @@ class CompletionBuilder:
         return new
 
     def copy_completion(self) -> CompletionOutput:
-        """The completion so far; later outputs do not change the copy."""
+        """Later outputs do not change the copy."""
         completion = copy.copy(self.completion)
         completion.token_ids = list(completion.token_ids)
         completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)

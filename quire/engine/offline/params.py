@@ -1,4 +1,4 @@
-"""vLLM's SamplingParams and companions. As in vLLM they are mutable, so they are checked again where they are used."""
+"""vLLM's SamplingParams and companions. As in vLLM they are mutable, so each use checks them again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ _VLLM_ALTERNATIVES = {
     "repetition_detection": "only available in requests to the server",
     "extra_args": "no plugins read it",
 }
-"""Replacements of missing vLLM parameters."""
 _NON_ENGINE_FIELDS = (
     "bad_words",
     "structured_outputs",
@@ -52,13 +51,13 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     """The whole answer so far, each time."""
     DELTA = 1
-    """Only the new part since the last output."""
+    """The part since the last output."""
     FINAL_ONLY = 2
     """The whole answer, once."""
 
 
 def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
-    """The dataclass's error for an unknown parameter says what to write instead."""
+    """Let the dataclass's error for an unknown parameter suggest a replacement."""
     original_init = kind.__init__
     names = list(kind.__annotations__)
 
@@ -91,7 +90,7 @@ class StructuredOutputsParams:
     """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
-    """Schema objects with `properties` but no word on others allow none. False: any, as JSON Schema defines."""
+    """Schema objects with `properties` that do not mention others allow none. False: any, as JSON Schema defines."""
 
     def __post_init__(self) -> None:
         self.as_grammar()
@@ -120,7 +119,7 @@ class SamplingParams:
     """0 and -1 keep the whole vocabulary."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Above 1: tokens so far, also of the prompt, become less likely."""
+    """Above 1: earlier tokens, including the prompt's, become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
@@ -142,7 +141,7 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None
     """Reported instead of `logprobs`, with each sampled token."""
     prompt_logprobs: int | None = None
-    """Same for prompt tokens."""
+    """Like `logprobs`, for prompt tokens."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
@@ -225,7 +224,7 @@ class SamplingParams:
 
 
 def _to_python(value: Any) -> Any:
-    """Numbers and arrays of NumPy and torch, also within lists and mappings."""
+    """Converts NumPy's and torch's numbers and arrays, also within lists and mappings."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Pillow images, or data: URLs in message parts."""
+"""Images of prompts: Pillow images, or data: URLs in message parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.images.image_decoding import decode_data_url
 from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 
 _PILLOW_KEYS = {"image": "image", "image_pil": "image_pil"}
-"""Part types with a Pillow image, as in transformers and vLLM, and its key."""
+"""Part types with a Pillow image, and its key, as in transformers and vLLM."""
 
 
 def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:

@@ -49,7 +49,7 @@ class ReceiptMaker:
     async def replay_receipt(
         self, receipt: Receipt, adapters: Sequence[Adapter | None], images: Sequence[Any]
     ) -> ReplayVerdict:
-        """Raises InvalidRequest for images that are not Pillow's, or unreadable."""
+        """Raises InvalidRequest for images that are unreadable or not Pillow's."""
         running_engine = self._running_engine
         reader = running_engine.input_processor.multimodal_prompt_builder
         request_images = check_image_types(
@@ -70,7 +70,7 @@ class ReceiptMaker:
 
 
 def parse_receipt(source: Receipt | Mapping[str, Any] | str | bytes) -> Receipt:
-    """A receipt, or an answer with one, as an object or JSON. Raises InvalidRequest."""
+    """`source`: a receipt, or an answer with one, as an object or JSON. Raises InvalidRequest."""
     if isinstance(source, Receipt):
         source = encode_receipt(source)
     elif isinstance(source, Mapping):

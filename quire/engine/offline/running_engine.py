@@ -26,12 +26,12 @@ _log = logging.getLogger("quire.engine.offline.running")
 
 
 class RunningEngine:
-    """A model and its engine, on a thread of this process or in other processes. Talk to it on its event loop alone,
-    through `run_coroutine` or `start_coroutine`.
+    """A model and its engine, on a thread of this process or in other processes. Use it only on its event loop, through
+    `run_coroutine` or `start_coroutine`.
     """
 
     def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
-        """multiprocessing: the engine has a process, which is replaced when it dies, as several replicas always have.
+        """multiprocessing: the engine gets a process, as several replicas always do. It is replaced when it dies.
         Raises errors of the engine's start.
         """
         self.config = config
@@ -44,14 +44,14 @@ class RunningEngine:
         self.client = EngineClient(InProcessClient(config)) if is_here else processes(config)
         self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.engine_core.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
-        """Runs also at garbage collection and interpreter exit."""
+        """Also runs at garbage collection and interpreter exit."""
         self.info = self.run_coroutine(self.client.engine_core.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
         self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run it on the engine's loop; an interrupt of the waiting thread cancels it."""
+        """Run on the engine's loop; an interrupt of the waiting thread cancels the coroutine."""
         future = self.start_coroutine(work)
         try:
             return future.result()
@@ -60,7 +60,7 @@ class RunningEngine:
             raise
 
     def start_coroutine(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Raises EngineError if the loop has ended, or belongs to another process."""
+        """Raises EngineError if the loop has ended or belongs to another process."""
         if not self.close.alive or self._pid != os.getpid():
             work.close()
             raise EngineError("this LLM was closed" if not self.close.alive else "this LLM belongs to another process")
@@ -73,12 +73,12 @@ class RunningEngine:
 
 
 def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if pid != os.getpid():  # threads are not forked, so a forked process has no engine
+    if pid != os.getpid():  # threads are not forked: a forked process has no engine
         return
     client.engine_core.failure_callbacks.clear()
     stopping = asyncio.run_coroutine_threadsafe(client.engine_core.stop(), loop)
     stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-    if threading.current_thread() is not thread:  # that thread's garbage collection may call this
+    if threading.current_thread() is not thread:  # garbage collection on that thread may call this
         stopping.result()
         thread.join()
 

@@ -1,5 +1,5 @@
-"""Log probabilities of given tokens by a forward pass alone. On a CPU they equal, bit for bit, what a server or `LLM`
-reports as `prompt_logprobs` or `logprobs`, in any batch. So a trainer's importance weights start at exactly 1.
+"""Log probabilities of given tokens by a forward pass alone. On a CPU they equal, bit for bit, the `prompt_logprobs` or
+`logprobs` of a server or `LLM`, in any batch. So a trainer's importance weights start at exactly 1.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Forward:
         self._forward_pass = ForwardPass.load_from_config(config, tensors)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
-        """Natural-log probabilities of each token given the ones before it, float32 [n - 1] for n tokens; with
-        `full_vocabulary` of every token in each place, [n - 1, vocabulary]. Raises InvalidRequest.
+        """Natural-log probabilities of each token given the ones before it, float32 [n - 1] for n tokens. With
+        `full_vocabulary`, those of every token in each place, [n - 1, vocabulary]. Raises InvalidRequest.
         """
         return self._forward_pass.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 

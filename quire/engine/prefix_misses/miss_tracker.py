@@ -1,7 +1,7 @@
 """Reports which prompt tokens were computed before, and why the prefix cache did not have them.
 
 Prompts are compared with the tokens recently computed for their tenant, outside the scheduler. Evictions are not
-attributed, so that a tenant learns nothing of other tenants.
+attributed, so a tenant learns nothing about others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_TOTAL_BYTES = 64 << 20
 _MAX_TURN_SLACK = 8
 """The next turn may lack these last prompt tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
-"""Shown on each side of a difference."""
+"""Tokens shown on each side of a difference."""
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class _OpenRequest:
     request: EngineCoreRequest
     turn: _PromptInConversation
     visit: Visit | None = None
-    """None: no engine is computing it."""
+    """None while no engine computes the request."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
     """Prompt tokens only."""
     seconds: float = 0.0
-    """Their share of the time of their steps."""
+    """The prompt tokens' share of their steps' time."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class PrefixMissTracker:
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """The least recent tenant comes first."""
+        """Least recent tenant first."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
 
@@ -78,13 +78,13 @@ class PrefixMissTracker:
         turn = None
         for each in requests:
             if each.sampling_params is None:
-                continue  # pooling may need all prompt tokens computed
+                continue  # pooling may need to compute all prompt tokens
             if turn is None or (turn.prompt is not each.prompt_ids and turn.prompt != each.prompt_ids):
                 turn = _PromptInConversation(each.prompt_ids)
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """`stats`: those after the step."""
+        """`stats`: after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return
@@ -133,7 +133,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: requests that another engine will compute; None means all."""
+        """`request_ids`: requests that another engine will compute; None: all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -234,7 +234,7 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Return the counts, and whether the tenant's own `load` explains evictions."""
+        """Also returns whether the tenant's own `load` explains evictions."""
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
@@ -279,9 +279,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Return the first difference from the nearest earlier sequence; how many later tokens occur there too; its
-        visit, if the prompt continues its conversation; and whether both prompts end alike, so that one is a rewritten
-        form.
+        """Return the first difference from the nearest earlier sequence; the number of later tokens that also occur in
+        that sequence; its visit, if the prompt continues its conversation; and whether both prompts end alike, which
+        means that one is a rewritten form.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(

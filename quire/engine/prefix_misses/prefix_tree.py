@@ -1,5 +1,5 @@
-"""A tree of the tokens recently computed for a tenant, in pieces. Least recently used pieces are dropped first, and the
-end of a sequence before its beginning.
+"""A tree of the tokens recently computed for a tenant, in pieces. Least recently used pieces are dropped first, a
+sequence's end before its beginning.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
 """Without tokens. Measured, and rounded up."""
 _MAX_NAMESPACES = 3
-"""Most namespaces that a piece remembers."""
+"""Namespaces that a piece remembers."""
 _MAX_NEIGHBOURS = 32
-"""Most pieces after a common prefix that are compared with a prompt, most recently used first."""
+"""Pieces after a common prefix that are compared with a prompt, most recently used first."""
 _MAX_COMPARED_TOKENS = 65_536
-"""Most tokens compared after the first difference."""
+"""Tokens compared after the first difference."""
 
 
 class CacheNamespace(NamedTuple):
@@ -29,14 +29,14 @@ class CacheNamespace(NamedTuple):
 
     salt: str
     adapter: str
-    """Digest of its content; "": no adapter."""
+    """Digest of the content; "" without adapter."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
-    """Id of its first request."""
+    """Id of the first request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +50,7 @@ class Visit:
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
-    """Number of the turn, starting at 1."""
+    """Counted from 1."""
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
@@ -62,7 +62,7 @@ class PrefixNode:
     tokens: bytes
     parent: PrefixNode | None
     visits: tuple[Visit, ...] = ()
-    """The latest of each namespace, latest first."""
+    """The latest per namespace, latest first."""
     children: dict[bytes, PrefixNode] | None = None
     """Least recently used first."""
 
@@ -75,14 +75,14 @@ class Neighbour(NamedTuple):
 
     num_common: int
     rest: bytes
-    """At most _MAX_COMPARED_TOKENS after them."""
+    """At most _MAX_COMPARED_TOKENS after the common ones."""
     visit: Visit
 
 
 @dataclass(slots=True)
 class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
-    """Per first piece, in the prompt's namespace."""
+    """Per leading piece, in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
     """Per later piece, in other namespaces."""
     num_tail_tokens: int = 0
@@ -104,7 +104,7 @@ class PrefixTree:
         """Tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Ordered from least to most recently used. A piece comes after the pieces that follow it."""
+        """Least recently used first. A piece comes after the pieces that follow it."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         prefix_match, node = PrefixMatch(), self._root
@@ -126,7 +126,7 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """It becomes the latest visit of its pieces."""
+        """The visit becomes the latest of its pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):
@@ -188,7 +188,7 @@ class PrefixTree:
                 candidates.append((common_prefix_length(child.tokens, rest), child, visit))
         if not candidates:
             return
-        candidates.sort(key=lambda each: -each[0])  # stable: equals stay in order of use
+        candidates.sort(key=lambda each: -each[0])  # stable: equal ones stay in order of use
         prefix_match.num_tail_tokens, _, prefix_match.tail_visit = candidates[0]
         if any(
             count * TOKEN_BYTES == len(child.tokens)
@@ -204,7 +204,7 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """Return the tokens and the last piece's visit."""
+        """Returns the tokens and the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

@@ -1,4 +1,4 @@
-"""Remembers each session's last turn, to compute it again before the next."""
+"""Keeps each session's last turn, to compute it again before the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.common.types import EngineCoreRequest
 MAX_TENANT_BYTES = 8 << 20
 """Two million tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""Limit for all tenants together."""
+"""For all tenants together."""
 _TURN_OVERHEAD_BYTES = 500
 
 
@@ -23,7 +23,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
-    """Its name; "": no adapter."""
+    """Name; "" without adapter."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 TOKEN_BYTES = 4
 MIN_RUN_TOKENS = 16
-"""Shorter runs are what templates put around turns."""
+"""Templates put shorter runs around turns."""
 
 
 class EqualRun(NamedTuple):
@@ -18,7 +18,7 @@ class EqualRun(NamedTuple):
 
 
 def common_prefix_length(first: bytes, second: bytes) -> int:
-    """Return the length in tokens."""
+    """In tokens."""
     low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
         return high
@@ -64,7 +64,7 @@ def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
 
 
 def _count_equal_bytes(first: bytes, first_start: int, second: bytes, second_start: int) -> int:
-    """Count only whole tokens."""
+    """Counts only whole tokens."""
     count, size = 0, 64 * TOKEN_BYTES
     while (
         first[first_start + count : first_start + count + size]

@@ -1,1 +1,1 @@
-"""How one of our processes is started, watched and ended, the sockets between two of them, and the calls over these."""
+"""Our processes: how each is started, watched and ended, and the sockets and calls between them."""

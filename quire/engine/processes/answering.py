@@ -1,5 +1,3 @@
-"""How a process answers questions of other processes."""
-
 from __future__ import annotations
 
 import logging
@@ -7,11 +5,11 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
-"""Maps a question's body to the answer's. None: there is no answer."""
+"""Maps a question's body to the answer's; None: no answer."""
 
 
 class Answering:
-    """Handlers by topic."""
+    """Answers other processes' questions by topic."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
@@ -24,7 +22,7 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Returns None also if the handler fails: a failed question must end nothing but itself."""
+        """Returns None also if the handler fails: a failed question must end nothing else."""
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:

@@ -1,5 +1,4 @@
-"""A child process: how it gets its configuration, how its end is awaited, and how it ends, at the latest with its
-parent.
+"""A child process, which ends at the latest with its parent.
 
 `read_configuration`, `end_with_parent` and `die_with_parent` run in the child.
 """
@@ -28,15 +27,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Return the Python arguments that run one of our modules. -P is needed because `-m` alone searches the current
-    directory first, and a random.py there would replace Python's.
+    """Python arguments that run one of our modules. -P is needed because `-m` alone searches the current directory
+    first, and a random.py there would replace Python's.
     """
     return ("-P", "-m", name)
 
 
 class Child:
-    """Runs Python with these arguments. Standard input begins with the configuration, if there is one: one line. It
-    stays open as long as the parent lives. Raises OSError if no process can be started.
+    """Runs Python with these arguments. The configuration is the first line of standard input, which stays open as long
+    as the parent lives. Raises OSError if no process can be started.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Child:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        # In its own session it does not get the terminal's Ctrl-C: the parent does, and decides what happens.
+        # In its own session the child does not get the terminal's Ctrl-C: the parent decides what happens.
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -67,12 +66,12 @@ class Child:
             self.tell(configuration)
 
     def tell(self, configuration: bytes) -> None:
-        """Send the configuration, if the start did not."""
-        with suppress(BrokenPipeError):  # it has already ended, which `wait_for_exit` reports
+        """Send the configuration, if the constructor did not."""
+        with suppress(BrokenPipeError):  # the child has ended, which `wait_for_exit` reports
             self.send(configuration + b"\n")
 
     def send(self, content: bytes) -> None:
-        """Write to its standard input. Raises BrokenPipeError if the process has ended."""
+        """Raises BrokenPipeError if the process has ended."""
         self._lifeline.write(content)
         self._lifeline.flush()
 
@@ -81,19 +80,18 @@ class Child:
         return self.process.poll()
 
     def end(self) -> None:
-        """Close its standard input, which asks it to end."""
-        with suppress(BrokenPipeError):  # it has ended before it read its configuration
+        """Close standard input, which asks the process to end."""
+        with suppress(BrokenPipeError):  # the child ended before it read its configuration
             self._lifeline.close()
 
     def kill(self) -> None:
         self.process.kill()
 
     def wait(self) -> int:
-        """Blocking form of `wait_for_exit`."""
         return self.process.wait()
 
     async def wait_for_exit(self, seconds: float = math.inf) -> int:
-        """Wait until the process has ended, and return its return code. Kill it after `seconds`."""
+        """Returns the return code. Kills the process after `seconds`."""
         for _ in _kill_after([self], seconds):
             await asyncio.sleep(_POLL_SECONDS)
         self.end()
@@ -102,7 +100,7 @@ class Child:
         return code
 
     async def stop(self, seconds: float) -> None:
-        """Asynchronous form of `end_processes` for this process."""
+        """See `end_processes`."""
         self.end()
         await self.wait_for_exit(seconds)
 
@@ -119,7 +117,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Ask the processes to end, wait up to `seconds` for all of them together, then kill any that still run."""
+    """Ask the processes to end, wait up to `seconds` for all of them together, then kill the rest."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -127,7 +125,7 @@ def end_processes(
 
 
 def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator[None]:
-    """Yield until all processes have ended; kill any that still run after `seconds`."""
+    """Yield until all processes have ended."""
     deadline = clock.monotonic() + seconds
     while running := [process for process in processes if process.returncode is None]:
         if clock.monotonic() >= deadline:
@@ -138,8 +136,8 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """Working directory of the child: None for ours. If ours was deleted, another one, because PyTorch's libraries need
-    one to load.
+    """The child's working directory; None: ours. If ours was deleted, another, because PyTorch's libraries need one to
+    load.
     """
     try:
         os.getcwd()
@@ -157,9 +155,7 @@ def read_configuration() -> bytes:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends. The parent holds the other end of our standard input, which closes with
-    it.
-    """
+    """End this process when its parent ends, which closes our standard input."""
 
     def wait() -> None:
         while os.read(0, 4096):
@@ -171,9 +167,9 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent ends. That works even if no thread can read standard
-    input, because a step hangs or the process is stopped. If the parent ended before this call, standard input is
-    closed already, and this process exits here.
+    """On Linux, let the kernel kill this process when its parent ends, even if a step hangs or the process is stopped,
+    so that no thread reads standard input. If the parent ended before this call, standard input is already closed, and
+    this process exits here.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Distributes cores to ranks or replicas on a machine with several NUMA nodes. Linux gives a thread memory of the node
-it runs on, so a thread that stays on its cores reads its weights and KV blocks from near memory.
+"""Distributes cores to ranks or replicas. Linux gives a thread memory of the NUMA node it runs on, so a thread that
+stays on its cores reads its weights and KV blocks from near memory.
 
-Also counts the CPUs that a process may use. `docker run --cpus 2` and Kubernetes limits give a share of all CPUs' time:
-more threads than that would only wait for each other while the group is throttled.
+Also counts usable CPUs. `docker run --cpus 2` and Kubernetes limits grant a share of all CPUs' time: more threads than
+that only wait for each other while the group is throttled.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Return the cores of each of `count` processes, chosen from `allowed`. Each process gets the cores of one node, or
-    of several if there are more nodes than processes. None if fewer than two nodes are known or needed.
+    """Cores of each of `count` processes, chosen from `allowed`: those of one node, or of several nodes if there are
+    more nodes than processes. None if fewer than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -32,7 +32,7 @@ def allowed_cores() -> Set[int]:
 
 
 def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
-    """Number of threads that should compute on these cores: one per physical core."""
+    """One per physical core."""
     firsts = set()
     for core in cores:
         try:
@@ -44,13 +44,13 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Keep this thread, and threads that it starts later, on these cores. An empty set changes nothing."""
+    """Also applies to threads that this thread starts later. An empty set changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def _nodes(root: Path) -> list[Set[int]]:
-    """Cores of each NUMA node, ordered by node number."""
+    """By node number."""
     folders = root.glob("sys/devices/system/node/node[0-9]*")
     core_lists: list[Set[int]] = []
     for folder in sorted(folders, key=lambda each: int(each.name.removeprefix("node"))):
@@ -62,13 +62,13 @@ def _nodes(root: Path) -> list[Set[int]]:
 
 
 def _parse_core_list(text: str) -> Set[int]:
-    """Numbers of a list such as 0-3,8."""
+    """text: such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """At least 1. root: the folder that has sys and proc."""
+    """At least 1. root: the folder that holds sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
@@ -81,7 +81,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 def _groups(root: Path) -> Iterator[Path]:
     """Folders of this process's groups that limit CPUs, each with all its parents. A container may see its own group as
-    the root, or its path in the host's tree, so a missing folder means nothing.
+    the root, or under its path in the host's tree, so some folders may not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,6 @@
-"""Decides whether an engine process ended through its own fault or through something outside of it.
-
-The answer decides whether its requests are suspected. A request may have caused a crash, an exit, a hang or running out
-of memory. A kill from outside never counts against a request, however often it happens. The callers gather the facts.
+"""Decides if an engine process ended through its own fault. If so, its requests are suspected: one may have caused a
+crash, an exit, a hang or running out of memory. A kill from outside never counts against a request, however often it
+happens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ FAULT_SIGNALS = frozenset(
 distinguishes the two cases.
 """
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
-"""The kernel sends these to a process that exceeds one of its resource limits."""
+"""The kernel sends these to a process that exceeds a resource limit."""
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
 
@@ -24,16 +23,15 @@ _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len ne
 @dataclass(frozen=True, slots=True)
 class ExitCause:
     description: str
-    """Completes the sentence "the engine ...", for logs and error messages."""
+    """Completes the sentence "the engine ..."."""
     external: bool
     """True only if the engine certainly was not the cause."""
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """code: subprocess's return code: the exit code, or minus the number of the signal that ended the process. sender:
-    id of the process that sent the engine one of FAULT_SIGNALS; None if none did. oom_kills: number of processes that
-    the kernel killed for lack of memory while this engine ran; None if the system does
-        not report it. Then a SIGKILL never counts as external.
+    """code: as in subprocess: the exit code, or minus the signal that ended the process. sender: id of the process that
+    sent one of FAULT_SIGNALS; None if none did. oom_kills: processes that the kernel killed for lack of memory while
+    this engine ran; None if unknown, and then a SIGKILL never counts as external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

@@ -1,4 +1,4 @@
-"""Messages in the pipes and sockets between a process and its child. Each follows its length."""
+"""Length-prefixed messages in the pipes and sockets between a process and its child."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
-    """Return a frame of these bytes without copying them."""
+    """Does not copy the bytes."""
     return [FRAME_HEADER.pack(sum(map(len, pieces))), *pieces]
 
 
@@ -32,7 +32,7 @@ async def receive_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
-    """Return the next frame's content, or None at the end of the pipe."""
+    """Returns None at the end of the pipe."""
     head = pipe.read(FRAME_HEADER.size)
     if len(head) < FRAME_HEADER.size:
         return None
@@ -44,12 +44,12 @@ class Inbox:
     """A thread reads messages as they arrive, so the sender never waits for the consumer."""
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
-        """`read` returns the next message, or None after the last one."""
+        """`read` returns None after the last message."""
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
-        """Wait for the next message; return None after the last one. Raises TimeoutError after `seconds`."""
+        """None after the last message. Raises TimeoutError after `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

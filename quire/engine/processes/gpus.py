@@ -1,7 +1,7 @@
-"""The GPUs that a process sees, found without importing PyTorch, and their division among replicas.
+"""Finds the GPUs that a process sees, and divides them among replicas.
 
-The variable that hides GPUs from a process (CUDA_VISIBLE_DEVICES and its likes) must be set before the process starts,
-so the parent, which never imports PyTorch, finds out what PyTorch will see.
+The variable that hides GPUs from a process (CUDA_VISIBLE_DEVICES and its likes) must be set before the process starts.
+So the parent, which never imports PyTorch, determines which GPUs PyTorch will see.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 HIP_VARIABLE = "HIP_VISIBLE_DEVICES"
 INTEL_VARIABLE = "ZE_AFFINITY_MASK"
 _ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
-"""Hides GPUs from HIP; indices in HIP_VISIBLE_DEVICES then count those that are left."""
+"""Hides GPUs from HIP; HIP_VISIBLE_DEVICES then counts only the remaining ones."""
 _INTEL_VENDOR = "0x8086"
 PARAM = "data_parallel_size"
 
 
 class TorchBuild(NamedTuple):
-    """Versions that PyTorch was built for; None: without."""
+    """Versions that PyTorch was built for; None: built without."""
 
     cuda: str | None = None
     hip: str | None = None
@@ -35,13 +35,13 @@ class TorchBuild(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class VisibleGPUs:
     variable: str
-    """The environment variable that restricts what a process sees."""
+    """Restricts which GPUs a process sees."""
     ids: tuple[str, ...]
     """Indices or UUIDs, as `variable` takes them."""
 
 
 def read_torch_build() -> TorchBuild:
-    """Of the installed PyTorch, which is not imported."""
+    """Does not import PyTorch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return TorchBuild()
@@ -58,10 +58,10 @@ def find_gpus(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
-    """GPUs that PyTorch uses with this --device, or None if it uses the CPU. `root`: the folder that has dev and sys.
+    """GPUs that PyTorch uses with this --device, or None if it uses the CPU. `root`: the folder that holds dev and sys.
 
-    With "auto" this is the rule of choose_device (worker/device_plan.py), but for machines whose GPUs are no files of
-    /dev. Raises ConfigError if the operator names a GPU twice.
+    "auto" follows choose_device (worker/device_plan.py), except on machines whose GPUs are not files in /dev. Raises
+    ConfigError if the operator names a GPU twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None
@@ -94,7 +94,7 @@ def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
 
 
 def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list[tuple[str, ...]]:
-    """The GPUs of each replica, in order. Raises ConfigError if there are too few."""
+    """In order. Raises ConfigError if there are too few."""
     needed, there = replicas * gpus_per_replica, len(gpus.ids)
     if there < needed:
         each = f" of {gpus_per_replica} GPUs each (tensor_parallel_size)" if gpus_per_replica > 1 else ""
@@ -108,20 +108,20 @@ def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list
 
 
 def describe_division(parts: Sequence[Sequence[str]]) -> str:
-    """Such as: replica 0 on GPU 0, replica 1 on GPU 1."""
+    """For example: replica 0 on GPU 0, replica 1 on GPU 1."""
     return ", ".join(
         f"replica {index} on GPU{'s' if len(part) > 1 else ''} {' and '.join(part)}" for index, part in enumerate(parts)
     )
 
 
 def _visible(variable: str, listed: str | None, bound: int | None, count: int) -> VisibleGPUs:
-    """`bound`: indices from it on name no GPU; None or 0: unknown."""
+    """`bound`: number of existing GPUs; None or 0: unknown."""
     if listed is None:
         return VisibleGPUs(variable, tuple(map(str, range(count))))
     ids: list[str] = []
     for each in _split(listed):
         if each.lstrip("-").isdigit() and (int(each) < 0 or (bound and int(each) >= bound)):
-            break  # as CUDA and HIP, which ignore what follows an invalid index
+            break  # CUDA and HIP ignore the rest after an invalid index
         if each in ids:
             raise ConfigError(f"{variable}: names GPU {each} twice", param=PARAM)
         ids.append(each)
@@ -135,13 +135,13 @@ def _split(listed: str) -> list[str]:
 
 
 def _count_nvidia_gpus(root: Path) -> int:
-    """Containers have the files of their own GPUs only. Under WSL they are behind one file, so one is assumed."""
+    """A container has files of its own GPUs only. WSL has one file for all GPUs, so one GPU is assumed."""
     files = [each for each in (root / "dev").glob("nvidia[0-9]*") if each.name.removeprefix("nvidia").isdigit()]
     return len(files) or int((root / "dev/dxg").exists())
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """/sys shows all GPUs of the machine; a container has the files of its own only."""
+    """/sys shows all GPUs of the machine; a container has files of its own GPUs only."""
     if not (root / "dev/kfd").exists():
         return 0
     count = 0

@@ -1,7 +1,7 @@
 """The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON.
 
-A note written just before a crash still reaches the parent. The pipe closes when the process ends, however it ends, so
-the parent notices that too.
+A note written just before a crash still reaches the parent. The pipe closes however the process ends, so the parent
+notices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from quire.engine.common import clock
 
 _DEATH_SECONDS = 1.0
-"""Time that a signal gets to end this process."""
+"""Time for a signal to end this process."""
 HEARTBEAT_SECONDS = 0.25
 
 
@@ -30,7 +30,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """This engine process is about to compute these requests for the first time."""
+    """The engine will compute these requests for the first time."""
 
     ids: list[str]
 
@@ -39,7 +39,7 @@ class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Another process sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
 
     sender: int
-    """Process id of the sender."""
+    """Process id."""
 
 
 HeartbeatMessage = Alive | RequestsBegan | FaultSignal
@@ -47,11 +47,11 @@ decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 
 
 class Heartbeat(ABC):
-    """Reports to the watching process that the engine's steps make progress."""
+    """Reports the steps' progress to the watching process."""
 
     @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
-        """A step is about to run. The requests `new_ids` are in a step for the first time."""
+        """A step is about to run, the first one for the requests `new_ids`."""
 
     @abstractmethod
     def progress(self) -> None:
@@ -63,7 +63,7 @@ class Heartbeat(ABC):
 
     @abstractmethod
     def rank_ended(self, code: int) -> None:
-        """A process that computes with this one has ended. `code`: its return code, as in subprocess."""
+        """Another rank's process has ended. `code`: its return code, as in subprocess."""
 
 
 class NullHeartbeat(Heartbeat):
@@ -89,7 +89,7 @@ class PipeHeartbeat(Heartbeat):
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
-        """time.monotonic() at the current step's begin or last progress; None if no step is running."""
+        """time.monotonic() when the current step began or last made progress; None if no step is running."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = clock.monotonic()
 
     def progress(self) -> None:
-        # At startup the model runs outside of steps, to measure its memory.
+        # At startup the model runs outside steps, to measure its memory.
         if self._last_progress is not None:
             self._last_progress = clock.monotonic()
 

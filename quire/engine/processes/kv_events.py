@@ -1,8 +1,8 @@
-"""vLLM's KV events, by which routers outside learn which prefixes an engine has (--kv-events-config).
+"""vLLM's KV events, which tell external routers which prefixes an engine has cached (--kv-events-config).
 
-A message has three frames: the topic, the batch's number (8 bytes, big-endian) and a KVEventBatch as msgpack. A number
-that is missing was dropped. A subscriber gets earlier batches again if it sends a first number, as 8 bytes after an
-empty frame, to the replay endpoint: a message for each batch, and one with the number -1 at the end.
+A message has three frames: the topic, the batch's number (8 bytes, big-endian) and a KVEventBatch as msgpack. A gap in
+the numbers means dropped batches. To get earlier batches again, a subscriber sends the first number, as 8 bytes after
+an empty frame, to the replay endpoint. It gets one message per batch, and one with the number -1 at the end.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LINGER_MS = 200
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True):
-    """The field `type` has the class's name."""
+    """The field `type` holds the class's name."""
 
 
 class BlockStored(KVCacheEvent):
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the tokens before; None: a prompt's beginning."""
+    """Hash of the tokens before; None at a prompt's beginning."""
     token_ids: list[int]
-    """Of all blocks."""
+    """Tokens of all blocks."""
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -67,7 +67,7 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 class KVEventPublisher:
     """Sends batches from a thread; `publish` never waits. If subscribers or the thread fall behind by `max_queue_size`
-    batches, further ones are dropped. Raises ConfigError for endpoints that cannot be used.
+    batches, further batches are dropped. Raises ConfigError for unusable endpoints.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -107,7 +107,7 @@ class KVEventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Batches that wait are sent."""
+        """Waiting batches are sent."""
         with suppress(zmq.Again):
             self._queue.send_multipart([b""], zmq.NOBLOCK)
         self._thread.join(_STOP_SECONDS)

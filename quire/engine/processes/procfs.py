@@ -1,6 +1,5 @@
-"""What Linux's /proc and control groups report about a process: run state, waiting time and memory.
-
-Other systems have no such files. There a process never counts as stopped or as waiting.
+"""Run state, waiting time and memory of a process, from Linux's /proc and control groups. On other systems a process
+never counts as stopped or waiting.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures the time between two looks at another process, minus the time in which this process could not look. If
-    this process was stopped, the other one may have been stopped with it.
+    """Measures the time between two checks of another process, except time in which this process could not check: if
+    this one was stopped, the other may have been too.
     """
 
     def __init__(self, period: float) -> None:
-        """`period`: seconds between two looks; at most twice as many count."""
+        """`period`: seconds between two checks; at most twice as many count."""
         self._period = period
         self._last_look = clock.monotonic()
 
@@ -27,35 +26,34 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts the seconds in which a process could have computed. Time that one of its threads spent waiting for a
-    processor or a disk does not count. On an overloaded machine this clock is therefore slower than wall-clock time, so
-    a slow engine is not mistaken for a hanging one.
+    """Counts the seconds in which a process could have computed, excluding time in which one of its threads waited for
+    a processor or a disk. So a slow engine on an overloaded machine is not mistaken for a hanging one.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """This clock's seconds until the first of the current run of inspections."""
+        """This clock's seconds before the current run of inspections."""
         self._inspected = 0.0
-        """Wall-clock seconds since then."""
+        """Wall-clock seconds in the current run of inspections."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """Seconds that each thread had waited for a processor before it was first inspected, keyed by thread."""
+        """Seconds that each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
-        """Seconds that each thread has waited for a processor or a disk since then, keyed by thread."""
+        """Seconds that each thread has waited for a processor or a disk since its first inspection."""
         self._disk_wait: dict[str, float] = {}
-        """The part of `_waited` spent on a disk, keyed by thread."""
+        """Part of `_waited`."""
 
     @property
     def seconds(self) -> float:
-        # The longest wait of any thread, not the sum: a hundred short waits do not stop a process.
+        # The longest wait, not the sum: a hundred short waits do not stop a process.
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
         """Count `elapsed` seconds of wall-clock time; with `inspect`, minus the time that the process's threads waited.
 
-        An inspection reads two files per thread, so request it only if needed. The first inspection after a pause
-        counts all of `elapsed`, because there is no earlier value to compare with. The kernel reports a wait only when
-        it is over, so the clock may go back a little.
+        An inspection reads two files per thread: request it only if needed. The first inspection after a pause counts
+        all of `elapsed`, for lack of an earlier value. The kernel reports a wait only when it is over, so the clock may
+        go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -80,14 +78,14 @@ class RunnableClock:
 
 
 class Standstill:
-    """Counts how long a process has done nothing although it could have computed: it is stopped, or waits in vain."""
+    """Counts how long a process that could have computed did nothing, because it is stopped or waits in vain."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._folder = proc / str(pid)
         self._clock = RunnableClock(pid, proc)
         self._used = _processor_ticks(self._folder)
         self._since = 0.0
-        """The clock's value when the process last computed something."""
+        """Clock value when the process last computed."""
 
     def advance(self, elapsed: float) -> float:
         """Add `elapsed` wall-clock seconds. Returns the seconds of standstill."""
@@ -99,21 +97,19 @@ class Standstill:
 
 
 class Stopped:
-    """Counts how long processes have been found stopped."""
-
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds for one process. Returns its stopped seconds."""
+        """Add `elapsed` wall-clock seconds. Returns the process's stopped seconds."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Processor time of all threads. `process`: its directory in /proc. None if that cannot be read."""
+    """Processor time of all threads; None if unreadable. `process`: its directory in /proc."""
     try:
-        # The 14th and 15th field; `state` explains the fields before.
+        # Fields 14 and 15; `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
         return int(user) + int(system)
     except (OSError, ValueError):
@@ -121,7 +117,7 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """Returns the seconds ever spent waiting for a processor, and whether the thread waits for a disk now."""
+    """Returns the total seconds spent waiting for a processor, and whether the thread now waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -132,7 +128,7 @@ def _thread_waits(task: Path) -> tuple[float, bool]:
 def state(process: Path) -> str:
     """State letter of a process or thread, by its directory in /proc; "" if it does not exist."""
     try:
-        # The field before the state is the name in brackets, which may itself contain spaces and brackets.
+        # The field before the state is the name in brackets, which may contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
@@ -143,8 +139,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes the kernel has ever killed for lack of memory; None if unknown. Counts our control
-    group if its number is known, else the whole machine.
+    """Processes ever killed by the kernel for lack of memory; None if unknown. Counts our control group if it reports a
+    number, else the whole machine.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
@@ -156,7 +152,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """The memory.events file (control groups v2) of the group of this process and its children."""
+    """memory.events (control groups v2) of the group of this process and its children."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -166,7 +162,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process's memory that are in RAM; 0 without /proc."""
+    """This process's memory in RAM; 0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -1,7 +1,7 @@
-"""A folder for Unix sockets that does not outlive its owner for long, however the owner ends.
+"""A folder for Unix sockets that does not long outlive its owner, however the owner ends.
 
-The owner locks a file in it; the kernel releases the lock when the process ends. The next process that makes a folder
-removes those without a lock. A process id would not do: containers that share /tmp may have separate process ids.
+The owner locks a file in it; the kernel releases the lock when the process ends. The next process that creates such a
+folder removes unlocked ones. A process id would not do: containers that share /tmp may have separate process ids.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""Socket names. Only these and the lock file are ever removed: a person's own quire-* folder keeps its files."""
+"""Only these and the lock file are ever removed: a person's own quire-* folder keeps its files."""
 _MOST_BYTES = 107
-"""Longest path of a Unix socket on Linux; elsewhere 103."""
+"""Longest path of a Unix socket on Linux; 103 elsewhere."""
 
 
 class SocketFolder:
-    """A new folder that only this user can enter. Raises EngineError if none can be made."""
+    """Only this user can enter the folder. Raises EngineError if none can be created."""
 
     def __init__(self) -> None:
         try:
             root = Path(tempfile.gettempdir())
             _remove_abandoned(root)
-            # Hidden until it is locked, so that nobody removes it as abandoned.
+            # Hidden until locked, so nobody removes it as abandoned.
             new_folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
             self._lock = os.open(new_folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # a file system without locks: without the file nobody removes the folder
+            except OSError:  # no locks on this file system; nobody removes a folder without the file
                 (new_folder / _LOCK).unlink()
             self._path = new_folder.rename(root / new_folder.name.removeprefix("."))
         except OSError as error:
@@ -68,7 +68,7 @@ class SocketFolder:
 def _remove_abandoned(root: Path) -> None:
     """Remove abandoned folders of this user only."""
     for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is another user's, or another process is removing it
+        with suppress(OSError):  # another user's folder, or another process is removing it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

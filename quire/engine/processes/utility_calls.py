@@ -1,7 +1,6 @@
-"""Calls between our processes, for everything except requests, aborts and outputs: a method of the other process is
-called by name.
+"""Calls of another process's methods by name, for everything except requests, aborts and outputs.
 
-A class declares the methods that a process answers. The signature of each defines the struct of its arguments and its
+A class declares the methods that a process answers. A method's signature defines the struct of its arguments and its
 result.
 """
 
@@ -22,8 +21,8 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Id of the start of a process, if its start counts as a call. Its result may be an error at any time: the process
-cannot start, or cannot continue.
+"""Id of a process's start, if that counts as a call. Its result may be an error at any time: the process cannot start
+or continue.
 """
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
@@ -31,10 +30,10 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error on its way to another process."""
+    """An error sent to another process."""
 
     kind: str
-    """Name of its class in engine/common/errors.py."""
+    """Name of a class in engine/common/errors.py."""
     message: str
     param: str | None = None
 
@@ -44,7 +43,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     def error(self) -> QuireError:
         kind = getattr(errors, self.kind)
-        if issubclass(kind, ModelError):  # its constructor differs, and it adds no information
+        if issubclass(kind, ModelError):  # its constructor differs, and the class adds no information
             kind = ConfigError
         error = kind(self.message, param=self.param)
         assert isinstance(error, QuireError)
@@ -54,14 +53,13 @@ class Fault(msgspec.Struct, frozen=True):
 class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     method: str
     args: msgspec.Raw
-    """A struct of the method's parameters: see MethodCallCodec."""
+    """See MethodCallCodec.arguments_type."""
     id: int | None = None
     """Counted by the caller. None: the call has no result."""
 
 
 class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     id: int
-    """The call's."""
     value: msgspec.Raw = _NO_VALUE
     error: Fault | None = None
     """Set if there is no value."""
@@ -80,7 +78,7 @@ class MethodCallCodec(NamedTuple):
 
 @cache
 def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
-    """`method` is the function of the declaring class, not bound."""
+    """`method`: the unbound function of the declaring class."""
     hints = get_type_hints(method)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for each in list(inspect.signature(method).parameters.values())[1:]:
@@ -101,7 +99,6 @@ def make_call(
 
 
 def make_notification(method: Callable[Concatenate[Any, P], object], *args: P.args, **kwargs: P.kwargs) -> UtilityCall:
-    """A call without a result."""
     return make_call(method, None, *args, **kwargs)
 
 
@@ -110,13 +107,13 @@ def make_result(id: int, value: object) -> UtilityResult:
 
 
 def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
-    """Return the arguments of a call by name. `declared`: the class that declares the method."""
+    """Arguments by name. `declared`: the class that declares the method."""
     codec = method_call_codec(getattr(declared, call.method))
     return msgspec.structs.asdict(codec.arguments_decoder.decode(call.args))
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
-    """Return the method's result, or raise its error."""
+    """Raises the call's error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)
@@ -124,14 +121,13 @@ def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
 
 
 def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
-    """Call the method on `owner`."""
     return getattr(owner, call.method)(**decode_arguments(declared, call))
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Like `invoke`, but return the result message, or None for a call without a result. A QuireError becomes the
-    result. Raises the QuireError of a call without a result, and any EngineError, because the process cannot continue
-    after one.
+    """Call the method on `owner`, and return the result message, or None for a call without a result. A QuireError
+    becomes the result. Raises the QuireError of a call without a result, and any EngineError, because the process
+    cannot continue after one.
     """
     try:
         value = invoke(declared, owner, call)
@@ -143,7 +139,7 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Like `run_call`, for a call that has a result; the method may be a coroutine. Other work of the process
+    """Like `run_call`, for a call that has a result. The method may be a coroutine. Other work of the process
     continues, so every QuireError becomes a result.
     """
     assert call.id is not None
@@ -155,16 +151,15 @@ async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> 
 
 
 class UtilityCalls:
-    """This process's calls to another process that have no result yet."""
+    """Calls to another process without a result yet."""
 
     def __init__(self, send: Callable[[UtilityCall], None]) -> None:
         self._send = send
         self._ids = count(1)
         self._open: dict[int, tuple[Callable[..., Any], asyncio.Future[Any]]] = {}
-        """The method and its future result, by call id."""
+        """Method and future result, by call id."""
 
     def number(self) -> int:
-        """Return the id for another call."""
         return next(self._ids)
 
     @overload
@@ -180,18 +175,16 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """Call a method as its class declares it. The future gets its result or its error. A cancelled future is
-        forgotten.
-        """
+        """The future gets the method's result or its error. A cancelled future is forgotten."""
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
-        self._send(make_call(method, id, *args, **kwargs))  # before registering: if this fails, nobody waits
+        self._send(make_call(method, id, *args, **kwargs))  # before registering: nobody waits if this fails
         self._open[id] = method, result
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Take a result. Return its value, or None for an error or a call that is no longer awaited."""
+        """Return a result's value, or None for an error or a call that is no longer awaited."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None
@@ -204,7 +197,6 @@ class UtilityCalls:
         return value
 
     def end(self, error: QuireError) -> None:
-        """Fail all calls that have no result yet."""
         for _, future in list(self._open.values()):
             if not future.done():
                 future.set_exception(error)

@@ -1,5 +1,3 @@
-"""A ZeroMQ socket between two of our processes on one machine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,21 +11,23 @@ from quire.engine.common.errors import EngineError
 MOST_IN_TURN = 16
 """Messages received before other tasks get a turn."""
 LONGEST_TURN = 0.01
-"""Seconds after which other tasks get a turn, even if fewer messages were received."""
+"""Seconds after which other tasks get a turn."""
 
 
 class Wire:
-    """Its queues are unlimited, so sending never blocks. Messages to an ended process are dropped."""
+    """A ZeroMQ socket between two of our processes on one machine. Its queues are unlimited, so sending never blocks.
+    Messages to an ended process are dropped.
+    """
 
     def __init__(self, kind: int, *, linger_ms: int = 0, identity: bytes = b"") -> None:
-        """linger_ms: time that the last message may take when the wire is closed."""
+        """linger_ms: time for the last message when the wire is closed."""
         self._socket = zmq.asyncio.Context.instance().socket(kind)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, linger_ms)):
             self._socket.set(option, value)
         if identity:
             self._socket.set(zmq.IDENTITY, identity)
         if kind == zmq.ROUTER:
-            self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start reports it over another connection
+            self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start reports that over another connection
         self._in_turn = 0
         """Messages received in this turn of the event loop."""
         self._turn_began = 0.0
@@ -35,26 +35,26 @@ class Wire:
         self.connect = self._socket.connect
 
     def bind(self, address: str) -> None:
-        """Raises EngineError if no socket can be made."""
+        """Raises EngineError if no socket can be created."""
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             raise EngineError(f"TMPDIR: no socket can be created in it: {error.strerror}") from None
 
     def send(self, *frames: bytes) -> None:
-        self._socket.send_multipart(frames)  # never blocks, so the future that this returns is already done
+        self._socket.send_multipart(frames)  # never blocks: the returned future is already done
 
     async def receive(self) -> list[bytes]:
-        """Return the frames of the next message.
+        """Return the next message's frames.
 
         Several waiting messages are received in one turn of the event loop, so a server that lags behind its engine
         sends the tokens of several steps together. MOST_IN_TURN and LONGEST_TURN limit the turn, because the caller
-        handles each message before it asks for the next one.
+        handles each message before it asks for the next.
         """
         is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
         if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._in_turn = 0
-            await asyncio.sleep(0)  # receiving a message that has already arrived would not let other tasks run
+            await asyncio.sleep(0)  # receiving a message that has already arrived does not let other tasks run
         frames: list[bytes] = await self._socket.recv_multipart()
         if not self._in_turn:
             self._turn_began = clock.monotonic()

@@ -1,1 +1,1 @@
-"""Receipts record all that decided an answer's tokens, so that it can be replayed."""
+"""Receipts record everything that decided an answer's tokens, for a replay."""

@@ -1,5 +1,5 @@
-"""Hashes of a model and its code, for receipts. Hashing weights takes about a second per GiB, when the first receipt
-needs it. Files changed meanwhile have no hash, because the loaded content is unknown.
+"""Hashes of a model and its code, for receipts. Weights are hashed when the first receipt needs it, at about a second
+per GiB. Files changed meanwhile have no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.tiers.kv_identity import WeightFiles, code_hash
 
 
 class ModelHasher:
-    """Make it before the weights are loaded."""
+    """Construct before the weights are loaded."""
 
     def __init__(
         self,

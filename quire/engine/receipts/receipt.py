@@ -1,5 +1,3 @@
-"""A receipt: prompts, parameters, seeds and hashes that decided an answer's tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +12,7 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Results are bit-identical if all of these fields and the weights are equal."""
+    """Results are bit-identical if all these fields and the weights are equal."""
 
     quire: str
     kernels: str
@@ -30,7 +28,7 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """False: a replay may differ, because tokens depend on what else ran."""
+    """False: a replay may differ, because tokens depend on concurrent requests."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +39,7 @@ class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """Hashes keyed by version; None if the weights were given as tensors, or if files changed or vanished before
-    hashing.
-    """
+    """By version; None if the weights were given as tensors, or if files changed or vanished before hashing."""
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,18 +67,18 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     index: int
     seed: int
-    """The server's if the request had none."""
+    """Chosen by the server if the request had none."""
     token_ids: list[int] = []
-    """Includes the one that ended it."""
+    """Includes the token that ended the choice."""
     versions: Versions = []
     logprobs: list[float | None] | None = None
     """None stands for minus infinity."""
     prompt_logprobs: list[float | None] | None = None
-    """Logprobs of the prompt's tokens, starting with the second."""
+    """From the prompt's second token on."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """Only the first `num_used` tokens count; later ones come after a stop string."""
+        """May add tokens after a stop string, which `truncated` leaves out."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
@@ -114,7 +110,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why it cannot be replayed."""
+    """Why the receipt cannot be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -151,7 +147,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Find receipts in responses, stream events and lines of a batch's output."""
+    """Finds receipts in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:

@@ -1,5 +1,3 @@
-"""Records what a receipt needs while an answer is computed."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -10,10 +8,10 @@ from quire.engine.receipts.receipt import ChoiceReceipt
 
 
 class ReceiptRecorder(WrappedOutputs):
-    """Records tokens and weights' versions of outputs on their way to the reader."""
+    """Records outputs on their way to the reader."""
 
     def __init__(self, outputs: OutputSource, requests: Sequence[EngineCoreRequest]) -> None:
-        """`requests`: one for each choice, in order of their indices."""
+        """`requests`: one per choice, by index."""
         super().__init__(outputs)
         versions = outputs.record_versions()
         self._receipts_by_id = {
@@ -35,7 +33,7 @@ class ReceiptRecorder(WrappedOutputs):
             self._receipts_by_id[output.id].add_output(output)
 
     def choice_receipts(self, choices: Iterable[tuple[int, str]]) -> list[ChoiceReceipt]:
-        """The receipts so far. `choices`: how many tokens each choice has used, and why it ended."""
+        """The receipts so far. `choices`: number of used tokens and finish reason of each choice."""
         return [
             receipt.truncated(count, reason)
             for receipt, (count, reason) in zip(self._receipts_by_id.values(), choices, strict=True)

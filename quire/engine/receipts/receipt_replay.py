@@ -28,24 +28,24 @@ class ReplayVerdict:
     id: str
     outcome: ReplayOutcome
     what: str
-    """The first difference, the reason of refusal, or what was compared."""
+    """The first difference, the reason of a refusal, or what was compared."""
     tokens: int = 0
-    """Number of tokens that were computed again and compared."""
+    """Tokens computed again and compared."""
     warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """Hashes with exactly one version of the weights."""
+    """With exactly one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
-    """Adapters keyed by digest."""
+    """Keyed by digest."""
     images: Mapping[str, Image]
-    """Images keyed by hexadecimal digest."""
+    """Keyed by hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -63,7 +63,7 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Recompute what the model's weights computed. Raises EngineError."""
+    """Recompute the tokens of the model's own weights. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -137,7 +137,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
-    """They must not overlap."""
+    """Spans must not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:
@@ -157,7 +157,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Return the segments, and the number of tokens that other weights computed."""
+    """Also returns the number of tokens that other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -228,7 +228,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """None if equal. If one is a prefix of the other, the length of the shorter one."""
+    """None if equal. If one is a prefix of the other, the shorter one's length."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

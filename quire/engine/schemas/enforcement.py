@@ -127,7 +127,7 @@ def _is_exact(number: int) -> bool:
 
 
 def _is_exact_bound(number: Any) -> bool:
-    """Integers are limited to 64 bits. The largest is exact, although no double equals it."""
+    """Integers are limited to 64 bits. The largest counts as exact, although no double equals it."""
     return not isinstance(number, int) or number == _MAX_INTEGER or (abs(number) <= _MAX_INTEGER and _is_exact(number))
 
 

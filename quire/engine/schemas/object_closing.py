@@ -2,8 +2,8 @@
 servers and Pydantic users expect that, although JSON Schema allows others.
 
 An object is closed over everything that applies to it: targets of `$ref` and `allOf`, one branch of each `anyOf` and
-`oneOf`, additions of `then`, `else` and `dependentSchemas`. Each alone would forbid the others' properties, so they are
-merged first, and alternatives multiplied out. `not` and `if` stay.
+`oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the others'
+properties. So they are merged first, and alternatives multiplied out. `not` and `if` stay.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ _COUPLED_KEYWORDS = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Their meaning depends on each other, so they move together."""
+"""Keywords that depend on each other, so they move together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Merged schemas and properties per schema of the document. Alternatives multiply."""
+"""Limit of merged schemas and properties, because alternatives multiply: _MIN_STEPS plus _STEPS_PER_SCHEMA per schema
+of the document.
+"""
 
 
 class ClosedSchema(NamedTuple):
@@ -59,7 +61,7 @@ class _ApplicableSchemas:
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
     """(`anyOf` or `oneOf`, its branches)."""
     markers: set[str] = field(default_factory=set)
-    """"ref": a reference was followed. "again": a schema was met twice. "never": one is `false`."""
+    """A reference was followed: "ref". A schema was met twice: "again". One is `false`: "never"."""
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
@@ -173,7 +175,7 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Idempotent, and returns the same object each time: schemas are identified by id."""
+        """Idempotent, and always returns the same object, because schemas are identified by id."""
         if id(schema) not in self._own_keywords:
             left_out = {
                 "$ref",
@@ -211,7 +213,7 @@ class _SchemaCloser:
         return {keyword: [one for one in written if one is not False] or [False]}
 
     def _merge_object(self, schemas: list[dict[str, Any]]) -> Schema:
-        """Without alternatives. False if the types are disjoint."""
+        """For schemas without alternatives. False if the types are disjoint."""
         if not common_types(schemas):
             return False
         conditional = ConditionalKeywords(schemas, self._references)

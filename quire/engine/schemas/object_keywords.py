@@ -7,7 +7,7 @@ from quire.engine.schemas.keywords import Schema, SchemaReferences
 
 CLOSING_KEYWORDS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 _COUNTING_KEYWORDS = CLOSING_KEYWORDS | {"minProperties", "maxProperties", "propertyNames"}
-"""May change their result if an object loses properties."""
+"""Their result may change if an object loses properties."""
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"})
 SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
 
@@ -27,7 +27,7 @@ class ConditionalKeywords:
         self.has_properties = False
         """Asserted schemas declare properties."""
         self.has_closers = False
-        """Asserted schemas limit which other properties an object has."""
+        """Asserted schemas limit an object's other properties."""
         self.is_undecidable = False
         """Removing properties may change a condition."""
         for one in schemas:
@@ -38,7 +38,7 @@ class ConditionalKeywords:
         return len(self._seen_ids)
 
     def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
-        """`asserted`: schemas must hold, and are not only tested."""
+        """`asserted`: schemas must hold, not only be tested."""
         for keyword in ("if", "not"):
             self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):
@@ -141,7 +141,7 @@ def named_types(schema: dict[str, Any]) -> list[str]:
 
 
 def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
-    """True if a list item's index decides which schema applies to it."""
+    """True if a list item's index decides its schema."""
     return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
         isinstance(one.get("items"), list) for one in schemas
     )

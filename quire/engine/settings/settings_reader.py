@@ -35,8 +35,9 @@ def load_settings(
 ) -> Settings:
     """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
 
-    `origin`: of explicit values. `other_settings`: further settings that variables may set; None: any that do not
-    resemble one of the model's. Raises ConfigError in one line with each bad value's key and origin.
+    `origin`: template that names an explicit value's source in errors. `other_settings`: further settings that
+    variables may set; None: any that do not resemble one of the model's. Raises ConfigError in one line with each bad
+    value's key and source.
     """
     _check_environment_variables(model, other_settings)
     sources = [
@@ -81,7 +82,7 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """ "" if there is no suggestion."""
+    """Empty if there is no suggestion."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )
@@ -140,9 +141,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Read variables that PyTorch launchers such as torchrun set to identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). They are ignored if there is one machine, because a program
-    that torchrun started may hold its own model.
+    """Read variables by which PyTorch launchers such as torchrun identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). With one machine they are ignored, because a program that
+    torchrun started may hold its own model.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}

@@ -1,4 +1,4 @@
-"""Draft lengths that pay, by recent acceptance and measured step costs."""
+"""Chooses draft lengths from recent acceptance and measured step costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.engine.core.drafter import (
 from quire.engine.core.request import Request
 
 PRIOR_ACCEPTANCE = 0.6
-"""Assumed before a token of a kind was tried."""
+"""Assumed until a kind was tried."""
 PRIOR_ACCEPTANCE_OF_KIND = {
     KIND_FORCED: 0.97,
     KIND_FORCED_TEXT: 0.9,
@@ -40,12 +40,12 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
 """Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""Decay for a kind that is not worth trying, so that it is tried again eventually."""
+"""Makes a kind that seemed not worth trying be tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds by tokens of a step, measured at startup."""
+    """Seconds per step by number of tokens, measured at startup."""
 
     num_tokens: tuple[int, ...]
     """Ascending, at least two."""
@@ -60,13 +60,13 @@ class StepCosts:
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Tokens after a rejected one were not tried."""
+    """Tokens after a rejected one do not count as tried."""
 
     num_accepted: float = 0.0
     num_tried: float = 0.0
 
     def estimate_rate(self, prior: float) -> float:
-        """Close to `prior` while little was tried."""
+        """Near `prior` while little was tried."""
         return (self.num_accepted + prior) / (self.num_tried + 1)
 
     def add_tokens(self, num_accepted: int, num_tried: int) -> None:
@@ -81,12 +81,12 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """Rates over all requests, keyed by kind."""
+        """Keyed by kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """Rates keyed by request id, then kind."""
+        """Keyed by request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
-        """Given that the tokens before it are accepted."""
+        """Assumes that the tokens before it are accepted."""
         if kind >= FIRST_BUCKET_KIND:
             return self._global_rates[kind].estimate_rate((kind - FIRST_BUCKET_KIND + 0.5) / NUM_PROBABILITY_BUCKETS)
         return self._request_rates(request)[kind].estimate_rate(
@@ -98,9 +98,7 @@ class AcceptanceTracker:
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
-        """`num_verified`: accepted tokens. The token after them, if any, was rejected; later ones do not count as
-        tried.
-        """
+        """`num_verified`: accepted tokens. The next token, if any, was rejected; later ones count as untried."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)
@@ -128,7 +126,7 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of the tokens in flight, keyed by request id."""
+        """Kinds of tokens in flight, keyed by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -143,8 +141,8 @@ class AdaptiveLengthDrafter(TrackingDrafter):
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: of a step that drafts a token for every request; None: drafting is free, and lengths are
-        chosen afterwards.
+        """`draft_costs`: costs of drafting a token for every request; None: drafting is free, and lengths are chosen
+        afterwards.
         """
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
@@ -196,7 +194,7 @@ def choose_draft_lengths(
 ) -> list[int]:
     """Maximize tokens per second of a step with `num_step_tokens` other tokens.
 
-    `probabilities`: that each draft token and all before it are accepted. `token_seconds`: to draft one token.
+    `probabilities`: that each draft token and all before it are accepted. `token_seconds`: time to draft one.
     """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),

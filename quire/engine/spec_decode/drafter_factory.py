@@ -14,7 +14,7 @@ from quire.engine.text.grammar_compiler import GrammarCompiler
 MeasuredCosts = Sequence[tuple[int, float]]
 """(tokens, seconds) of steps, ascending."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
-"""Forced tokens must be computed anyway, so hardly any cost is too high."""
+"""Hardly any cost is too high: forced tokens must be computed anyway."""
 
 
 def choose_drafter(
@@ -23,8 +23,8 @@ def choose_drafter(
     model: tuple[Drafter | TokenwiseDrafter, MeasuredCosts] | None,
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
-    """`config`: None: draft only forced tokens, which costs nothing without a grammar. `model`: a drafter with a draft
-    model or heads, and its step costs.
+    """`config` None: draft only forced tokens, which is free without a grammar. `model`: a drafter with a draft model
+    or heads, and its step costs.
     """
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS

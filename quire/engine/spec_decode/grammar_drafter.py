@@ -1,5 +1,3 @@
-"""Drafts tokens that a grammar forces, such as keys of a JSON schema."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,9 +33,9 @@ class _GrammarState:
     forced_run: list[int] = field(default_factory=list)
     """Computed once: there may be thousands."""
     num_matched: int = 0
-    """Tokens of `forced_run` that the answer has."""
+    """Number of tokens of `forced_run` in the answer."""
     num_from_source: int = 0
-    """First tokens of the draft in flight that the other drafter proposed."""
+    """Leading tokens of the draft in flight from the other drafter."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
         self.num_consumed += len(answer)
@@ -58,8 +56,8 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens. JSON is drafted with a
-    space after commas and colons.
+    """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that it forces, such as keys of a
+    JSON schema. JSON is drafted with a space after commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -105,7 +103,7 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """None: the request has no grammar."""
+        """None if the request has no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
@@ -121,7 +119,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Forced tokens come first, then allowed ones of the draft, then what is forced after them."""
+    """Forced tokens, then allowed draft tokens, then what is forced after them."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()
@@ -149,20 +147,20 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """The last token might continue beyond the forced text."""
+    """The answer's last token may be longer and continue beyond the forced text."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []
 
 
 def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: list[int]) -> list[int]:
-    """The rest of a draft that starts with `token_ids`, as far as allowed."""
+    """The rest of a draft that starts with `token_ids`, as far as the grammar allows."""
     rest = draft_tokens[len(token_ids) :] if draft_tokens[: len(token_ids)] == token_ids else []
     return rest[: matcher.validate_tokens(rest)] if rest else []
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """A space of the usual form may be missing. If False, the matcher is unusable."""
+    """The token may lack spaces that the grammar forces. If False, the matcher is unusable."""
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

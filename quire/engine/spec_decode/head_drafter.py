@@ -1,4 +1,4 @@
-"""Drafts of heads on the served model's hidden states."""
+"""Drafts by heads on the served model's hidden states."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. So other requests
-are only probed now and then.
+"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. Other requests are
+only probed now and then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
 
 PROBE_INTERVAL = 8
-"""Interval in tokens."""
+"""Tokens."""
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
 """Break-even acceptance probability."""
@@ -50,7 +50,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Spreads probes over steps. Requests with a grammar always draft, because forced tokens are certain."""
+        """Spreads probes over steps. Requests with a grammar always draft: forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due

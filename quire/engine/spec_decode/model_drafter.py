@@ -1,5 +1,5 @@
-"""Drafts of a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
-that sampled tokens agree too. Its KV blocks have the served model's ids.
+"""Drafts by a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
+sampled tokens agree too. Its KV blocks have the served model's ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.core.request import Request
 
 class DraftModel(Protocol):
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Draft a token only for rows that want one."""
+        """Draft only for rows that want a token."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
         """`keep`: indices into the rows of the last call."""
@@ -30,7 +30,7 @@ class DraftBlockLayout:
     hash_block_size: int
     """A divisor of block_size."""
     first_spare_block: int
-    """Per slot `num_spare_blocks` from here on, for drafts beyond a request's blocks. Contents are lost."""
+    """Each slot has `num_spare_blocks` from here on, for drafts beyond a request's blocks. Contents are lost."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -46,19 +46,19 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Leading tokens, all known when computed."""
+    """Number of leading tokens computed, all known at that time."""
     drafts: list[int]
-    """Computed drafts after them."""
+    """Draft tokens computed after them."""
     block_ids: list[int]
     """The request's own list; preemption replaces it."""
     num_sent_blocks: int
-    """How many of `block_ids` the model's slot has."""
+    """Number of `block_ids` that the model's slot has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenDraft:
     index: int
-    """Index in the list of requests to draft for."""
+    """Index among the requests to draft for."""
     request: Request
     token_ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -72,9 +72,9 @@ class ModelDrafter(TokenwiseDrafter):
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
         self._slot_requests: dict[int, str] = {}
-        """The request computed in each slot."""
+        """Request ids keyed by slot."""
         self._hash_of_block: dict[int, bytes] = {}
-        """Hashes of full blocks that the draft model computed, keyed by block."""
+        """Full blocks that the draft model computed."""
         self._open_drafts: list[_OpenDraft] = []
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
@@ -112,7 +112,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """The tokens count as computed from now on."""
+        """Counts the tokens as computed from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -169,7 +169,7 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """Drafts may follow tokens [begin, end)."""
+        """The last blocks may also hold drafts after tokens [begin, end)."""
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:
             self._hash_of_block.pop(block, None)
@@ -190,7 +190,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """Without logprobs, and without the grammar, which would have to follow drafts that may be wrong."""
+    """Omits logprobs, and the grammar, which would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

@@ -1,5 +1,5 @@
-"""Drafts copied from earlier text with the same last tokens: the request's own (prompt lookup, Saxena, 2023), or also
-recent answers (suffix decoding, Oliaro et al., 2024).
+"""Drafts copied from earlier text with the same last tokens: from the request (prompt lookup, Saxena, 2023), or also
+from recent answers (suffix decoding, Oliaro et al., 2024).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.engine.core.request import Request
 NGRAM_LENGTHS = (1, 2, 4, 8)
 """The longest match is used."""
 MAX_CANDIDATES = 8
-"""Most recent positions after the same n-gram that are compared."""
+"""Number of most recent positions compared per n-gram."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
 """Per request; about 5 ms."""
@@ -38,10 +38,10 @@ class NgramIndex:
         # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """Positions keyed by n-gram length, then hash."""
+        """Keyed by n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
-        """The number of each text's first position."""
+        """Each text's first position."""
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
@@ -106,7 +106,7 @@ class NgramDrafter(Drafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """Index and number of indexed tokens, keyed by request id."""
+        """(index, number of indexed tokens) keyed by request id."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
@@ -132,7 +132,7 @@ class SuffixDrafter(Drafter):
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """Recent answers keyed by cache salt, least recently used first."""
+        """Keyed by cache salt, least recently used first."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [

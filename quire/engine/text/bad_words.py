@@ -8,7 +8,7 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """vLLM drops the form after a space if its length differs from the first's, and so lets the word through. Raises
+    """vLLM drops the form after a space if its length differs from the first form's, and so misses the word. Raises
     InvalidRequest for an empty word.
     """
     if not all(word.strip() for word in words):

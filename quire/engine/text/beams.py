@@ -1,4 +1,4 @@
-"""Beam search as in vLLM: of each beam, the 2 * width most likely tokens are candidates. A score is the summed log
+"""Beam search as in vLLM: each beam's 2 * width most likely tokens are candidates. A score is the summed log
 probability over length ** length_penalty (Wu et al., 2016); length counts generated tokens, as in transformers.
 """
 
@@ -37,7 +37,7 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """`outputs`: one more token per running beam. Return False when the search is over."""
+        """`outputs`: one more token per running beam. False: the search is over."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -56,7 +56,7 @@ class BeamSearchState:
         return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
     def _score_bound(self, beam: Beam) -> float:
-        """Upper bound over all continuations: further log probabilities are at most 0."""
+        """Upper bound of all continuations: further log probabilities are at most 0."""
         return max(
             beam.cumulative_logprob / length**self.length_penalty
             for length in (len(beam.token_ids) + 1, self.max_tokens)
@@ -70,9 +70,7 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """Return the `beam_width` best continuations, best first, and all that end. Each output needs 2 * width
-    alternatives.
-    """
+    """Return the `beam_width` best continuations, best first, and all that end. Outputs need 2 * width alternatives."""
     candidates = [
         (beam.cumulative_logprob + value, beam, token, value, rank)
         for beam, output in zip(beams, outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Renders messages like transformers' chat_template_utils, without importing it, in a bounded sandbox."""
+"""Renders messages like transformers' chat_template_utils, without importing it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descr
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
 """Default to "": templates concatenate them, but some tokenizers lack them."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Appended to the final message to find its end, as in transformers."""
+"""Marks the final message's end, as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Limit for one rendering of a few made-up messages."""
+"""Per rendering of a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""After this many probes above the step limit, the template is probed no more."""
+"""After this many probes above the step limit, probing ends."""
 
 
 class ChatRenderer:
@@ -54,9 +54,7 @@ class ChatRenderer:
         content_format: Literal["auto", "string", "openai"] = "auto",
         adapt_conversations: bool = True,
     ) -> None:
-        """`variables` are defaults for `render`. Raises ModelError for a template that is not valid Jinja or never
-        ends.
-        """
+        """`variables`: defaults for `render`. Raises ModelError for a template that is invalid Jinja or never ends."""
         self._variables, self._content_format = dict(variables or {}), content_format
         self._environment = _make_environment()
         self._allow_unknown_roles = allow_unknown_roles
@@ -108,7 +106,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """With continue_final_message the prompt ends where the last message's content ends. See
+        """With continue_final_message, the prompt ends where the last message's content ends. See
         docs/guides/chat-and-agents.md.
 
         Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
@@ -177,7 +175,7 @@ class ChatRenderer:
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """Describe tools in the system message if the template does not show them, or `always`. `call_format` is an
+        """Describe tools in the system message if the template does not show them, or `always`. `call_format`: an
         example of a call.
         """
         renderer = copy(self)
@@ -209,7 +207,7 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
-        """None: the template refuses."""
+        """None: refused."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
@@ -221,9 +219,9 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Return messages, whether Quire inserted a message with the tools, and tools for the template.
+        """Return messages, whether Quire inserted one to describe tools, and tools for the template.
 
-        A template that does not show tools gets their description in a message.
+        If the template does not show tools, a message describes them.
         """
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
@@ -279,7 +277,7 @@ class ChatRenderer:
             ) from error
 
     def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
-        """Raise ModelError if one short message exceeds the limit."""
+        """Raise ModelError if a short message exceeds the limit."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
@@ -290,8 +288,8 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Use "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest without
-        one.
+        """Return "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest if
+        there is none.
         """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
@@ -304,21 +302,19 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Cut after the final message, like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the
-    unchanged message.
-    """
+    """Cut like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the unchanged message."""
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
             "continue_final_message: the chat template changes the text of the final message",
             param="continue_final_message",
         )
-    # Without the mark's trailing space, the template trims messages.
+    # If the mark's trailing space is gone, the template trims messages.
     return text[:mark_start] if text.startswith(CONTINUE_MARK, mark_start) else text[:mark_start].rstrip()
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """Marks text for training; a prompt contains just the body."""
+    """Marks text for training; prompts get only the body."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 
@@ -329,11 +325,11 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class ReadOnlyList(list[Any]):
-    """A list that templates cannot change, as in transformers."""
+    """Templates cannot change it, as in transformers."""
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """Unlike in transformers, templates may change their own lists: Kimi K2's collects call ids."""
+    """Templates may change their own lists, unlike in transformers: Kimi K2's collects call ids."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")
@@ -351,7 +347,7 @@ def _compile_template_and_find_roles(
         raise ModelError(
             f"model: the chat template {name!r} is not valid, line {error.lineno}: {error.message}"
         ) from error
-    except (RecursionError, MemoryError, SyntaxError):  # deep nesting
+    except (RecursionError, MemoryError, SyntaxError):  # raised by deep nesting
         raise ModelError(f"model: the chat template {name!r} is nested too deeply") from None
 
 

@@ -1,6 +1,4 @@
-"""Turns arriving token ids into text, in time proportional to the new tokens. A character is emitted with its last
-token.
-"""
+"""Turns arriving token ids into text, in time proportional to the new tokens. A character comes with its last token."""
 
 from __future__ import annotations
 
@@ -21,16 +19,16 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     offsets: tuple[int, ...]
     """Start of each emitted token, in characters of the whole text. A token comes with its first character or the last
-    delta; never if it begins after a stop string.
+    delta, but never if it begins after a stop string.
     """
     num_used_ids: int
-    """Fewer than the pushed ids only after a stop string."""
+    """Fewer than pushed only after a stop string."""
     stop_string: str | None = None
-    """Stop string that was found. If set, no more ids may be pushed."""
+    """If set, no more ids may be pushed."""
 
 
 class StopStringMatcher:
-    """The stop string completed first ends the text; of two completed by one character, the longer. Possible beginnings
+    """The first completed stop string ends the text; if one character completes two, the longer. Possible beginnings
     are held back.
     """
 
@@ -41,7 +39,7 @@ class StopStringMatcher:
         self.held_back = ""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
-        """Return the text that can be emitted, and the stop string that ended it, if any."""
+        """Return text to emit, and the stop string that ended it."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -61,7 +59,7 @@ class StopStringMatcher:
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Start of the longest suffix that begins a stop string, otherwise the text's length."""
+        """Start of the longest suffix that begins a stop string; else the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
             at = bisect_left(self._stop_strings, suffix)
@@ -71,9 +69,9 @@ class StopStringMatcher:
 
 
 class IncrementalDetokenizer:
-    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
-    ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. Stop strings are not searched in
-    the first `min_tokens` tokens.
+    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part; without prompt ids
+    to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. The first `min_tokens` tokens are not
+    searched for stop strings.
     """
 
     def __init__(
@@ -88,12 +86,12 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are never skipped. With offsets=False deltas have none."""
+        """`shown_ids` are never skipped. offsets=False: deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Number of coming tokens in which stop strings do not count."""
+        """Coming tokens in which stop strings do not count."""
         self._num_emitted = 0
         """Characters emitted."""
         self._num_decoded = 0
@@ -102,7 +100,7 @@ class IncrementalDetokenizer:
         """Characters of the whole text before each token not yet emitted."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
-        """`final` emits held-back text. Do not call again after `final` or a stop string."""
+        """`final` emits held-back text. Must not be called after `final` or a stop string."""
         text = ""
         for used, token_id in enumerate(ids, 1):
             new_text = self._decoder.feed_token(token_id)
@@ -129,7 +127,7 @@ class IncrementalDetokenizer:
         return self._make_delta(text, len(ids), final=final)
 
     def push_output(self, output: EngineCoreOutput) -> TextDelta:
-        """The token that ended the answer (EOS or a stop token) counts as used, but is only emitted with
+        """The token that ended the answer (EOS or a stop token) counts as used, but is emitted only with
         `include_stop`.
         """
         if output.finish_reason is None:
@@ -167,7 +165,7 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Last bytes of a prompt that begin a character; the answer may complete it."""
+    """A prompt's last bytes that begin a character, which the answer may complete."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -183,7 +181,7 @@ def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
-    """Drop a partial character's U+FFFD: the answer brings the whole character."""
+    """Drop a partial character's U+FFFD: the answer holds the whole character."""
     partial = partial_character(tokenizer, ids)
     for count in range(len(partial), 0, -1):
         if text.endswith(REPLACEMENT_CHARACTER * count):
@@ -196,10 +194,10 @@ _MAX_PARTIAL_BYTES = 3
 
 
 class ByteLevelDecoder:
-    """Tokens are byte strings. Joined, they are UTF-8."""
+    """Tokens are byte strings, joined to UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
-        """`partial` is dropped if the answer does not complete it."""
+        """`partial` is dropped unless the answer completes it."""
         self._token_bytes = tokenizer.token_bytes
         self._skip_ids = skip
         self._utf8_decoder = utf_8.IncrementalDecoder("replace")
@@ -212,7 +210,7 @@ class ByteLevelDecoder:
         if self._partial and new_bytes:
             new_bytes = self._partial + new_bytes if _continues_character(self._partial, new_bytes) else new_bytes
             self._partial = b""
-        # The codec is several times slower.
+        # Python's codec is several times slower.
         return (
             new_bytes.decode()
             if new_bytes.isascii() and not self._utf8_decoder.buffer
@@ -233,7 +231,7 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 class SentencePieceDecoder:
     """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
-    U+FFFD each; here characters are emitted once complete, so only the rest from the first wrong byte becomes U+FFFD.
+    U+FFFD each. Here characters are emitted once complete, so only bytes from the first wrong one on become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -286,12 +284,12 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """Fallback for any other decoder: the difference between decodings of a window with and without the new ids. The
-    window starts at a character boundary.
+    """Fallback for other decoders: decodes a window with and without the new ids, and emits the difference. The window
+    starts at a character boundary.
     """
 
     PROMPT_CONTEXT_TOKENS = 6
-    """A token's text can depend on those before it."""
+    """A token's text can depend on earlier ones."""
     MAX_PENDING_TOKENS = 8
     """No character takes more."""
 
@@ -301,7 +299,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """The prompt's text of an incomplete last character; the answer does not contain it."""
+        """The prompt's text of an incomplete last character, which the answer does not contain."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

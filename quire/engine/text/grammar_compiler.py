@@ -1,5 +1,4 @@
-"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late because its import takes
-0.2 s.
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late: its import takes 0.2 s.
 
 A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for hours
 (`multipleOf: 99999999`), so a server worker process checks it first.
@@ -28,49 +27,49 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""The engine repeats this work, and meanwhile computes nothing else."""
+"""The engine repeats this work and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
-r"""Lexers keep the states they make, 0.5 KB each. A schema of 30 fields or 2,000 characters of any kind need 800,
+r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields or 2,000 characters of any kind need 800,
 `\\p{L}{1,300}` 7,000.
 """
 _MAX_LARGE_LEXERS = 16
-"""Lexers above SMALL_LEXER_STATES at a time: 330 MB if all are full."""
+"""Lexers above SMALL_LEXER_STATES at a time: 330 MB if full."""
 MAX_COMPILED_BYTES = 1 << 30
 """Grammars in use or cached, without lexers: 0.15 MB for a schema of five fields, 10 for one of 130 KB, 15 for ten
 numbers with large `multipleOf`.
 """
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
-"""Lower bound for the size of a compiled grammar, because some C libraries do not report heap bytes."""
+"""Lower bound of a compiled grammar's size, because some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
 """Text forced at a time. Each byte keeps 0.5 KB, and every token tokenizes it again: 256 KB would cost an answer 130
 MB, and 0.1 s a token.
 """
 CHECK_STACK_BYTES = 4 << 20
-"""Half of the engine's stack, so checked grammars do not overflow it."""
+"""Half the engine's stack: checked grammars do not overflow it."""
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
 _MAX_CACHED_GRAMMARS = 32
 _CHECK_TOKENS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""At most one space after a comma or colon: with free whitespace a model could write spaces for ever."""
+"""At most one space after a comma or colon: else a model could write spaces for ever."""
 _USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Nearly all models write JSON so."""
+"""Nearly all models write JSON like this."""
 _INDENTED_WHITESPACE = {"whitespace_pattern": "[ \\n]{0,80}"}
 
 
 def json_grammar(schema: Any) -> Grammar:
-    """Raises InvalidRequest if the schema is neither an object nor true."""
+    """Raises InvalidRequest for a schema that is neither an object nor true."""
     return Grammar("json", _dump_schema(_with_whitespace(schema, _COMPACT_WHITESPACE)))
 
 
 def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
-    """Body of a Lark rule, `%json {…}`; `indented` allows line breaks."""
+    """Body of a Lark rule, `%json {…}`. `indented` allows line breaks."""
     return f"%json {_dump_schema(_with_whitespace(schema, _INDENTED_WHITESPACE if indented else _COMPACT_WHITESPACE))}"
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
-    """Return the grammar with the usual whitespace in JSON, so that it forces more text."""
+    """JSON with the usual whitespace forces more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -101,19 +100,19 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size` is the model's, which may differ from the tokenizer's."""
+    """`vocab_size`: the model's, which may differ from the tokenizer's."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CompiledGrammar:
-    """All matchers share one lexer, with its states and errors."""
+    """All matchers share a lexer, with its states and errors."""
 
     _initial_matcher: LLMatcher
     max_lexer_states: int
     size_bytes: int
-    """Approximate; measured while compiling."""
+    """Approximate: measured while compiling."""
     is_exclusive: bool = False
 
     def new_matcher(self) -> LLMatcher:
@@ -121,7 +120,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Raises ModelError if llguidance cannot read the tokenizer, InvalidRequest if the model has no EOS token."""
+    """Raises ModelError if llguidance cannot read the tokenizer, InvalidRequest without an EOS token."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         from llguidance import LLParserLimits, LLTokenizer
@@ -148,7 +147,7 @@ class GrammarCompiler:
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequest for a wrong or unsupported grammar, Overloaded if others take all memory."""
+        """Raises InvalidRequest for a wrong or unsupported grammar, Overloaded if others use all memory."""
         cached = self._cache.pop(grammar, None) or self._compile_and_evict_to_fit(grammar, SMALL_LEXER_STATES)
         self._cache_grammar(grammar, cached)
         return cached
@@ -156,8 +155,8 @@ class GrammarCompiler:
     def recompile_with_large_lexer(
         self, grammar: Grammar, exhausted: CompiledGrammar, *, exclusive: bool
     ) -> CompiledGrammar:
-        """Replace the failed `exhausted`, which is not handed out again. Raises InvalidRequest if it was already
-        exclusive, Overloaded at too many large lexers, and as `get_compiled`.
+        """Replaces the failed `exhausted`, which is not handed out again. Raises InvalidRequest if it was exclusive,
+        Overloaded at too many large lexers, and like `get_compiled`.
         """
         cached = self._cache.get(grammar)
         if cached is exhausted:
@@ -183,10 +182,10 @@ class GrammarCompiler:
         self, grammar: Grammar, max_lexer_states: int, *, exclusive: bool = False
     ) -> CompiledGrammar:
         matcher, size = self._compile_matcher(grammar, max_lexer_states)
-        # Capped: other threads may have allocated meanwhile.
+        # Capped because other threads may have allocated meanwhile.
         compiled = CompiledGrammar(matcher, max_lexer_states, min(size, MAX_COMPILED_BYTES_PER_GRAMMAR), exclusive)
         self._live_grammars.add(compiled)
-        for cached in list(self._cache):  # frees those that only the cache holds
+        for cached in list(self._cache):  # frees grammars that only the cache holds
             if self._live_grammar_bytes <= MAX_COMPILED_BYTES:
                 break
             del self._cache[cached]
@@ -214,15 +213,15 @@ class GrammarCompiler:
             )
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
-        """The result contains no special tokens."""
+        """Without special tokens."""
         return self._tokenizer.tokenize_bytes(text)
 
     def bytes_of_token(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile the grammar and follow it for a few tokens. Raises InvalidRequest. The caller must limit time and
-        memory: a hostile grammar can crash the process or never end.
+        """Compile the grammar and follow it for some tokens. Raises InvalidRequest. Callers must limit time and memory:
+        a hostile grammar can crash the process or never end.
         """
         import numpy as np
 
@@ -240,7 +239,7 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
-        """Return the matcher and its approximate size in bytes."""
+        """The size is approximate, in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -272,7 +271,7 @@ def _to_lark(text: str) -> str:
 
 
 def _unescape_gbnf(escape: re.Match[str]) -> str:
-    """The converter knows only escapes of two digits."""
+    """The converter knows only two-digit escapes."""
     code = int(escape[1] or escape[2] or "0", 16)
     if not (escape[1] or escape[2]) or code > 0x10FFFF or 0xD800 <= code < 0xE000:
         return escape[0]
@@ -287,10 +286,10 @@ def check_forced_text_length(matcher: LLMatcher) -> None:
 
 
 def has_lexer_error(matcher: LLMatcher) -> bool:
-    """Too many states, for example: another lexer may succeed."""
+    """True for errors such as too many states: another lexer may succeed."""
     return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
 def error_summary(matcher: LLMatcher) -> str:
-    """First line; llguidance appends the parser's state."""
+    """Omits the parser's state, which llguidance appends after the first line."""
     return matcher.get_error().partition("\n")[0][:300]

@@ -15,14 +15,14 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (--skip-tokeniz
 
 
 class NullTokenizer(Tokenizer):
-    """Has no tokens: every id decodes to nothing, and every text is refused."""
+    """Every id decodes to nothing, and every text is refused."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
-        """Raises InvalidRequest for any text."""
+        """Raises InvalidRequest for all texts."""
         if texts:
             raise InvalidRequest(f"{_NO_TOKENIZER_MESSAGE}: give token ids instead of text", param="prompt")
         return []
@@ -32,14 +32,14 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """The format of vLLM's return_tokens_as_token_ids."""
+        """As in vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 
 def load_tokenizer(
     folder: Path, chat_template: str | None, vocab_size: int, eos_token_ids: Sequence[int], *, skip: bool
 ) -> Tokenizer:
-    """Raises like Tokenizer.from_pretrained."""
+    """Raises as Tokenizer.from_pretrained does."""
     return (
         NullTokenizer(eos_token_ids)
         if skip
@@ -48,7 +48,7 @@ def load_tokenizer(
 
 
 def check_text_params(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
-    """Raise InvalidRequest for parameters that need tokens' text if there is no tokenizer."""
+    """Without a tokenizer, raise InvalidRequest for parameters that need tokens' text."""
     if not isinstance(tokenizer, NullTokenizer):
         return
     for name, value in (("stop", stop), ("structured_outputs", structured_outputs)):

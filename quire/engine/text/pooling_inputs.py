@@ -17,7 +17,7 @@ RERANKER_PROMPT_START = (
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """From Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
-"""The side that is cut off."""
+"""The side to cut."""
 
 
 def encode_truncated(
@@ -38,12 +38,12 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Return ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair; the
+    """Return ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair: the
     longer text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)
-    # Each text once: a query is compared with thousands of documents.
+    # Each text once: a query may be paired with thousands of documents.
     firsts = _encodings_by_text(tokenizer, [first for first, _ in pairs], max_text_tokens, None)
     seconds = _encodings_by_text(tokenizer, [second for _, second in pairs], max_text_tokens, max_second_tokens)
     encoded = []
@@ -63,7 +63,7 @@ def encode_pairs_with_second_start(
 def encode_reranker_prompts(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], instruction: str | None, limit: int | None
 ) -> list[list[int]]:
-    """Above `limit` tokens the document's end is cut. Raises InvalidRequest."""
+    """Cuts the document's end above `limit` tokens. Raises InvalidRequest."""
     start, end = (
         tokenizer.encode(text, add_special_tokens=False) for text in (RERANKER_PROMPT_START, RERANKER_PROMPT_END)
     )
@@ -93,7 +93,7 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """Return encodings, and lengths limited to `max_tokens`. Encodings are also truncated to `max_text_tokens`."""
+    """Return encodings truncated to `max_text_tokens`, and lengths of at most `max_tokens`."""
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

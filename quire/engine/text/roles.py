@@ -12,8 +12,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]) -> None:
-    """Raise InvalidRequest for an unknown role. Most templates would write it into the prompt, and the answer would
-    only be worse.
+    """Raise InvalidRequest for an unknown role: most templates would write it into the prompt, and answers would be
+    worse.
     """
     for number, message in enumerate(messages):
         role = message["role"]
@@ -27,6 +27,6 @@ def check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str])
 
 
 def find_string_literals(template: nodes.Template) -> frozenset[str]:
-    """These include roles that the template treats specially."""
+    """Includes roles that the template treats specially."""
     texts = [each.value for each in template.find_all(nodes.Const)]
     return frozenset(text for text in texts if isinstance(text, str) and text.strip())

@@ -13,16 +13,16 @@ from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
-"""vLLM's key and setting that closes objects."""
+"""vLLM's key and setting."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""There is one backend, with at most one space."""
+"""The only backend allows at most one space."""
 
 
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects left open because what they merge is undecidable."""
+    """JSON pointers of objects left open because their merged properties are undecidable."""
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -40,7 +40,7 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def constraint_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpenObjects:
-    """json's `value` is an object or JSON text. `close` forbids undeclared properties. Raises InvalidRequest."""
+    """json's `value`: an object or JSON text. `close` forbids undeclared properties. Raises InvalidRequest."""
     if kind == "json_object":
         if value is not True:
             raise InvalidRequest("json_object must be true or false")

@@ -1,5 +1,5 @@
-"""A Jinja sandbox against templates that never end or fill the memory. Counting steps makes the limit the same on every
-machine. Large results are checked beforehand.
+"""A Jinja sandbox against templates that never end or fill the memory. It counts steps, so the limit is the same on
+every machine. Large results are checked beforehand.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000
-"""Per rendering, about a second. Real templates need some 10 per message."""
+"""Per rendering; about a second. Real templates need some 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""Limit in characters for a repetition such as `'=' * 80` or a format, and in bits for a product."""
+"""In characters for a repetition such as `'=' * 80` or a format, in bits for a product."""
 _SIZE_PER_STEP = 64
-"""Characters or list entries per step: 128 million in a rendering."""
+"""Characters or list entries: 128 million per rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
 _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
-"""The result can be as large as the product of two arguments."""
+"""Results can be as large as the product of two arguments."""
 _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
-"""The result is as large as all nested values; a list can hold another twice."""
+"""Results are as large as all nested values; a list can hold another twice."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""A body's run costs one more step per this many characters or syntax nodes."""
+"""Running a body costs one more step per this many characters or syntax nodes."""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
-    """A rendering took more steps than it may."""
+    """A rendering took too many steps."""
 
 
 class _StepBudget:
@@ -60,7 +60,7 @@ class _StepBudget:
         return "".join(str(self.charge_value(part)) for part in parts)
 
     def _value_size(self, value: Any) -> int:
-        """Characters and entries; stops above the budget."""
+        """In characters and entries; stops above the budget."""
         size, rest = 0, [value]
         while rest and size <= self._steps_left * _SIZE_PER_STEP:
             one = rest.pop()
@@ -74,11 +74,11 @@ class _StepBudget:
 
 
 _CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
-"""No template variable leads to it: a template could raise its own budget."""
+"""Out of templates' reach: one could raise its own budget."""
 
 
 class _BoundedIterable:
-    """Counts rounds. Has a length if the original has one, for `loop.length`."""
+    """Counts rounds. Has the original's length, if any, for `loop.length`."""
 
     def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
         self._values = values
@@ -95,19 +95,19 @@ class _BoundedIterable:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Render its templates with `render_template`."""
+    """Render templates with `render_template`."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters` replace Jinja's own of the same names."""
+        """`filters` replace Jinja's of the same names."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters
         self.filters |= filters
         for name in _EXPANDING_FILTERS | _NESTED_SIZE_FILTERS:
             self.filters[name] = jinja2.pass_context(partial(self._call_bounded_filter, name))
-        del self.globals["lipsum"]  # unbounded
+        del self.globals["lipsum"]  # its size is unbounded
 
     @staticmethod
     def render_template(template: jinja2.Template, variables: Mapping[str, Any], max_steps: int = MAX_STEPS) -> str:
@@ -148,7 +148,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Mangled names leave all keywords to the template's calls."""
+        """Mangled names leave all keywords to templates' calls."""
         budget = _CURRENT_BUDGET.get()
         budget.spend_steps(_STEPS_PER_CALL)
         method = getattr(__obj, "__wrapped__", __obj)
@@ -192,7 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """Called for every {{ }}. With a context, Jinja does not fold constants."""
+    """Called for every {{ }}. Jinja does not fold constants if it takes a context."""
     return _CURRENT_BUDGET.get().charge_value(value)
 
 
@@ -224,7 +224,7 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
-    """Elements or bits; 0 if it cannot be large."""
+    """In elements or bits; 0 if it cannot be large."""
     if operator == "%":
         return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):
@@ -234,7 +234,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """Above MAX_RESULT_SIZE if a width comes from an argument."""
+    """Above MAX_RESULT_SIZE if an argument gives a width."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
@@ -250,7 +250,7 @@ def _result_size_upper_bound(name: str, *values: Any) -> int:
 
 
 def _argument_size(value: Any) -> int:
-    if isinstance(value, dict):  # of str.translate
+    if isinstance(value, dict):  # argument of str.translate
         return max(map(_argument_size, value.values()), default=1)
     if isinstance(value, str | bytes | list | tuple):
         return max(len(value), 1)

@@ -10,18 +10,18 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Special tokens are shown. Offsets are in characters."""
+    """Shows special tokens. Offsets are in characters."""
     delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
     return delta.text, list(delta.offsets)
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Starts in characters, never decreasing. Added tokens such as BOS begin where the next one does."""
+    """Offsets are in characters and never decrease. Added tokens such as BOS begin where the next token does."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
     decoded, starts = decode_with_offsets(tokenizer, written)
-    if decoded != text:  # the tokenizer normalizes texts, for example to NFC
+    if decoded != text:  # the tokenizer normalizes texts, e.g. to NFC
         starts = _token_starts_from_library(tokenizer.backend, text)
         if len(starts) != len(written):  # the library's spans may omit a word's space
             spans = zip(encoding.offsets, added, strict=True)
@@ -35,8 +35,8 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Return where each token starts in the original text. The post-processor is left out, because it adds special
-    tokens and may exclude a word's space.
+    """Starts are those in the original text. The post-processor, which adds special tokens and may exclude a word's
+    space, is left out.
     """
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:

@@ -1,4 +1,4 @@
-"""Uses the tokenizers library. Transformers is imported only without a tokenizer.json: that takes seconds."""
+"""Uses the tokenizers library, and transformers, whose import takes seconds, only without a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _MAX_ERROR_CHARACTERS = 300
 
 class DecoderType(Enum):
     BYTE_LEVEL = "byte_level"
-    """GPT-2: each character stands for one byte."""
+    """GPT-2: a character stands for a byte."""
     SENTENCE_PIECE = "sentence_piece"
-    """Llama 2: U+2581 stands for a space, `<0xE2>` for one byte."""
+    """Llama 2: U+2581 stands for a space, `<0xE2>` for a byte."""
     OTHER = "other"
     """Only the tokenizers library can decode it."""
 
@@ -63,7 +63,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """`eos_token_ids`: None means `eos_token`. Texts with tokens beyond `model_vocab_size` are refused."""
+        """`eos_token_ids` None: `eos_token`. Texts with tokens beyond `model_vocab_size` are refused."""
         self.backend = backend
         self.config = dict(config or {})
         self._first_missing_id = (
@@ -71,9 +71,9 @@ class Tokenizer:
         )
         """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """By role (bos_token, eos_token, ...): variables of chat templates."""
+        """Keyed by role (bos_token, eos_token, ...): variables of chat templates."""
         self.chat_templates = dict(chat_templates)
-        """Jinja sources by name; the usual one is "default"."""
+        """Jinja sources; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
         eos = self._special_token_id("eos_token")
         default_eos_ids = () if eos is None else (eos,)
@@ -94,8 +94,8 @@ class Tokenizer:
         model_vocab_size: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Tokenizer:
-        """Read a model directory or GGUF file. `chat_template` is a file or Jinja source. Raises ModelError for a
-        missing or unreadable tokenizer, ConfigError for an unreadable template file.
+        """Read a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a missing
+        or unreadable tokenizer, ConfigError for an unreadable template file.
         """
         path = Path(path)
         files = ModelFiles(path)
@@ -113,7 +113,7 @@ class Tokenizer:
         backend.no_padding()
         check_normalizer_growth(backend)
         check_regexes(backend)
-        # Some contradictions show only here.
+        # Some contradictions only show here.
         with _wrap_library_errors(files.file_label("tokenizer.json")):
             backend.decode(backend.encode(_PROBE_TEXT).ids)
         templates = (
@@ -131,7 +131,7 @@ class Tokenizer:
             config=config,
             model_vocab_size=model_vocab_size,
         )
-        if tokenizer.max_token_id > 2 * tokenizer.vocab_size + _MAX_UNUSED_IDS:  # grammars have a bit per id
+        if tokenizer.max_token_id > 2 * tokenizer.vocab_size + _MAX_UNUSED_IDS:  # grammar bitmasks have a bit per id
             raise ModelError(
                 f"model: tokenizer.json: one of its {tokenizer.vocab_size} tokens has the id {tokenizer.max_token_id}"
             )
@@ -139,7 +139,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Including added tokens."""
+        """Includes added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -186,22 +186,22 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """Each part with its token's id; None for text between special tokens."""
+        """Parts with their token's id; None for text in between."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     @cached_property
     def added_token_pattern(self) -> re.Pattern[str] | None:
-        """Tokens found before all others, such as `<|im_end|>`."""
+        """Tokens such as `<|im_end|>`, found before all others."""
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Vocabulary string such as `Ġhello` or `▁hello`; None outside the vocabulary."""
+        """Vocabulary string such as `Ġhello` or `▁hello`; None outside."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that the token adds within a text; empty outside the vocabulary."""
+        """What the token adds within a text; empty outside the vocabulary."""
         cached = self._bytes_cache.get(token_id)
         if cached is None:
             cached = self._bytes_cache[token_id] = self._token_string_bytes(self.id_to_token(token_id) or "")
@@ -222,7 +222,7 @@ class Tokenizer:
     def _token_string_bytes(self, token: str) -> bytes:
         if self.decoder_type is DecoderType.BYTE_LEVEL:
             values = [BYTE_DECODER.get(character) for character in token]
-            # With characters outside GPT-2's map, the library takes the token as text.
+            # Given characters outside GPT-2's map, the library takes the token as text.
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -233,7 +233,7 @@ class Tokenizer:
 
 
 def fallback_byte(token: str) -> int | None:
-    """Byte of a SentencePiece token such as `<0xE2>`, otherwise None."""
+    """Byte of a SentencePiece token such as `<0xE2>`."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -243,7 +243,7 @@ def fallback_byte(token: str) -> int | None:
 
 
 def _make_byte_decoder() -> dict[str, int]:
-    """GPT-2's map (Radford et al., 2019): printable bytes map to themselves, others from U+0100 on."""
+    """GPT-2's map (Radford et al., 2019): printable bytes map to themselves, others to U+0100 and up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -253,7 +253,7 @@ BYTE_DECODER = _make_byte_decoder()
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Matches the longest special token: a regex takes the first alternative that fits, so long ones come first."""
+    """Matches the longest special token: alternatives are sorted, since a regex takes the first that fits."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
@@ -277,7 +277,7 @@ def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple
 
 @contextmanager
 def _wrap_library_errors(name: str) -> Iterator[None]:
-    """The library raises plain Exceptions, and BaseExceptions on Rust panics."""
+    """The library raises plain Exceptions; on Rust panics, BaseExceptions."""
     try:
         yield
     except ModelError:
@@ -292,8 +292,8 @@ def _wrap_library_errors(name: str) -> Iterator[None]:
 
 
 def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
-    """The library loads added tokens more slowly than others."""
-    count = content.count(b'"single_word"')  # one per added token
+    """Added tokens load more slowly than others."""
+    count = content.count(b'"single_word"')  # occurs once per added token
     if count >= ADDED_TOKENS_WARNING_THRESHOLD:
         seconds = count * _SECONDS_PER_ADDED_TOKEN
         log.warning("%s has %s added tokens: reading them takes about %.0f s", name, f"{count:,}", seconds)
@@ -302,7 +302,7 @@ def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Like transformers, add tokens listed only in tokenizer_config.json, and make tokens with a role special."""
+    """Like transformers, add tokens that only tokenizer_config.json lists, and make tokens with a role special."""
     known = backend.get_added_tokens_decoder()
     listed: dict[int, dict[str, Any]] = config.get("added_tokens_decoder") or {}
     new = [
@@ -310,7 +310,7 @@ def _add_missing_tokens(
         for token_id, entry in sorted(listed.items())
         if token_id not in known
     ]
-    # Each call takes time in proportion to all added tokens.
+    # A call takes time in proportion to all added tokens.
     for special, tokens in groupby(new, lambda token: token.special):
         (backend.add_special_tokens if special else backend.add_tokens)(list(tokens))
     roles = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

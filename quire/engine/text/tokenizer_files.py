@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-"""Models' templates have about 10 KB. Compiling this many takes seconds."""
+"""Models' templates have about 10 KB. Compiling this takes seconds."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -39,7 +39,9 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """Read from tokenizer_config.json, special_tokens_map.json and chat_template.json, like other `*_token` entries."""
+    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json, which may have other `*_token`
+    entries.
+    """
 
     bos_token: _SpecialToken
     eos_token: _SpecialToken
@@ -53,13 +55,13 @@ class _TokenizerConfigFields(TypedDict, total=False):
 
 
 def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
-    """{} without a file. Known fields are checked. Raises ModelError."""
+    """{} without a file. Checks known fields. Raises ModelError."""
     content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
     return {**content, **convert_parsed_json(content, _TokenizerConfigFields, files.file_label(name))}
 
 
 def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Entries named `…_token` are strings, or objects with `content`."""
+    """`…_token` entries are strings, or objects with `content`."""
     special_tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -69,10 +71,10 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by role (bos_token, eos_token, ...): tokenizer_config.json overrides special_tokens_map.json.
-    Raises ModelError.
+    """Keyed by role (bos_token, eos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises
+    ModelError.
     """
-    # Some models have an empty special_tokens_map.json, which transformers does not mind.
+    # Some models have an empty special_tokens_map.json, which transformers accepts.
     empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
     special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
     return special_tokens_from_config(special_map) | special_tokens_from_config(tokenizer_config)
@@ -122,11 +124,11 @@ def read_eos_token_ids(
     tokenizer: ModelFiles | None = None,
     chat_template: str | None = None,
 ) -> tuple[int, ...]:
-    """Return all tokens that end an answer: the ones that generation_config.json and config.json (for a GGUF file, its
-    header) name, the tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
+    """Return all tokens that end an answer: those in generation_config.json and config.json (for GGUF, in the header),
+    the tokenizer's `eos_token`, and the token that ends an assistant's turn in the chat template.
 
-    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of another tokenizer, if one is set.
-    `chat_template`: see templates_from_path_or_source. Broken files are ignored here; other readers report them.
+    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of a separate tokenizer. `chat_template`: see
+    templates_from_path_or_source. Ignores broken files; other readers report them.
     """
     ids: list[int] = []
     for content in (
@@ -173,7 +175,7 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """Special tokens' ids only: loading everything takes a second."""
+    """Only special tokens' ids: loading everything takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()
@@ -209,23 +211,23 @@ class _SpecialTokenReader:
         if isinstance(vocab, dict):
             token_id = vocab.get(token)
             return token_id if type(token_id) is int else None
-        # Pairs of token and score, in order of id.
+        # Pairs of token and score, by id.
         pairs = enumerate(vocab if isinstance(vocab, list) else ())
         return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
         """Return the special token directly after an assistant's text, if it always ends the turn.
 
-        It must be the same after the last message and before a user's, which excludes harmony's `<|return|>` and tokens
-        that begin the user's turn. Excluded too are tokens between parts of one answer (harmony's `<|end|>`, also if
-        the vocabulary has harmony's other ends), and a token directly before one of `ends`.
+        It must be the same after the last message and before a user's. This excludes harmony's `<|return|>` and tokens
+        that begin the user's turn. Also excluded are tokens between parts of an answer, `<|end|>` if the vocabulary has
+        harmony's end tokens, and a token directly before one of `ends`.
         """
         from quire.engine.text.chat_template import (
-            ChatRenderer,  # it imports Jinja, which most who read files do not need
+            ChatRenderer,  # imports Jinja, which most callers do not need
         )
 
         tokens = sorted(self._token_ids, key=len, reverse=True)
-        # Without adaptation, which could move text out of the answer.
+        # Adaptation could move text out of the answer.
         renderer = ChatRenderer(
             {"default": template}, self._special_tokens, allow_unknown_roles=True, adapt_conversations=False
         )
@@ -267,7 +269,7 @@ def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]])
 
 
 def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
-    """`tokens` must be sorted longest first."""
+    """`tokens`: sorted longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
     while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
         run.append(next_token)

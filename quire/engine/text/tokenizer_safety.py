@@ -1,5 +1,5 @@
-"""Finds tokenizer patterns that take exponential time: the tokenizers library backtracks, cannot be interrupted, and
-panics after ten million steps at one place. A separate process tries them, and ends if they take too long.
+"""Finds tokenizer patterns that take exponential time. The tokenizers library backtracks, cannot be interrupted, and
+panics after ten million steps at one place. A separate process tries patterns, and ends if they take too long.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import tokenizers
 from quire.engine.common.errors import ModelError
 
 _MAX_CPU_SECONDS = 2.0
-"""Limit of a check. A usual pattern takes some milliseconds."""
+"""Per check. Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
-"""Wall-clock limit, even on a busy machine."""
+"""Wall-clock time, even on a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
-"""Address space of the checking process."""
+"""Address space of the process."""
 _PROBE_LENGTHS = (16, 48, 400)
-"""Exponential time shows with the first two, a high power of the length with the last."""
+"""The first two show exponential time, the last a high power of the length."""
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
@@ -35,7 +35,7 @@ _MAX_SAFE_REPEATS = 2
 """Time grows at most with this power of the length, as in usual models."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
-"""Characters of a pattern that probe texts are made from."""
+"""A pattern's characters that probe texts consist of."""
 
 
 def check_regexes(backend: tokenizers.Tokenizer) -> None:
@@ -67,7 +67,7 @@ def check_regexes(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelError if normalized texts can be over _MAX_GROWTH times longer."""
+    """Raise ModelError if normalization can lengthen texts over _MAX_GROWTH times."""
     if backend.normalizer is None:
         return
     texts = _keys_and_string_values(json.loads(backend.normalizer.__getstate__()))
@@ -100,8 +100,8 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Repeat one or two characters, then break the match. Some texts contain all of the pattern's characters: the
-    library skips a text that lacks a required one.
+    """Repeat one or two characters, then break the match. Some texts have all of the pattern's characters: the library
+    skips a text that lacks a required one.
     """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
     characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]
@@ -123,9 +123,9 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 
 def main() -> None:
-    """Print a line before trying each pattern of a JSON list. A slow one ends the process by signal."""
+    """Print a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # kills the process even inside Rust code
+    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # kills the process even in Rust code
     for pattern in json.loads(sys.stdin.buffer.read()):
         print(flush=True)
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

@@ -1,4 +1,4 @@
-"""Tools, calls and results as text. The wording is Hermes 2 Pro's
+"""Tools, calls and results as text, worded like Hermes 2 Pro
 (https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B), which many later models know.
 """
 
@@ -28,7 +28,7 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """Describe the tools at the end of a first system message, or else in a new one.
+    """Describe the tools at the end of a first system message, or in a new one.
 
     `call_format`: how the model must write a call.
     """

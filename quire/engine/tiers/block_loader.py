@@ -1,4 +1,4 @@
-"""Loads KV blocks into the prefix cache, where requests find them when they are scheduled again."""
+"""Loads KV blocks into the prefix cache, where rescheduled requests find them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
 """Afterwards a request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""An idle engine then looks for messages."""
+"""Time after which an idle engine looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
-"""(digest, block, higher tiers, generation of the load)."""
+"""Takes the digest, the block, the higher tiers, and the load's generation."""
 
 
 class IncomingSnapshot(NamedTuple):
     slot: int
     digest: bytes
-    """Hash of the block it follows."""
+    """Hash of the block that the snapshot follows."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,16 +43,16 @@ class BlockLoad:
     cached_blocks: list[int]
     blocks: list[int]
     digests: list[Sequence[bytes]]
-    """Per block: hashes of its beginnings, its own last."""
+    """Per block: hashes of its beginnings, ending with the whole block's."""
     tiers: list[str]
     """Per block: name of the tier that had it at the lookup."""
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None
-    """It is loaded after the blocks."""
+    """Loaded after the blocks."""
     has_snapshot: bool = False
     num_filled: int = 0
-    """How many of `blocks` have arrived, from the first."""
+    """Leading `blocks` that have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
     """(blocks, seconds) by tier."""
     is_running: bool = False
@@ -80,7 +80,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """They keep their blocks until they end."""
+        """Keep their blocks until they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -125,7 +125,7 @@ class BlockLoader:
     def take_finished_and_overdue_loads(
         self, now: float
     ) -> tuple[list[BlockLoad], list[tuple[BlockLoad, list[Request]]]]:
-        """The caller must release ended loads. Overdue ones come with the requests that no longer wait."""
+        """The caller must release finished loads. Overdue loads come with the requests that no longer wait for them."""
         self._finished_event.clear()
         finished = []
         while self._finished:
@@ -182,7 +182,7 @@ class BlockLoader:
                 load.has_snapshot = snapshot is not None and self._fill_block(
                     load, ~snapshot.slot, state_key(snapshot.digest)
                 )
-        except Exception:  # the request computes what is missing
+        except Exception:  # the request computes the rest
             log.exception("KV blocks cannot be copied to the device")
         load.ended_at = clock.monotonic()
         self._finished.append(load)

@@ -10,10 +10,10 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
-"""Blocks beyond it are not kept."""
+"""Further blocks are not kept."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
-"""(number of threads, name)."""
+"""Takes the number of threads and a name."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
@@ -32,18 +32,17 @@ class BlockWriter:
         self._store_lock = Lock()
         """Held while a copy is put into tiers."""
         self.generation = 0
-        """Resets increase it; earlier transfers are dropped."""
+        """Increased by resets, after which earlier transfers are dropped."""
         self._unwritten_bytes = 0
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
-        """Number of blocks stored, by tier."""
         self.num_not_stored = 0
         """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0
-        """Made by the loop itself."""
+        """Copies made by the loop itself."""
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Blocks must be full. The first of a prefix count as most recently used."""
+        """Blocks must be full. A prefix's first blocks count as most recently used."""
         new_blocks = []
         for block, digest in reversed(blocks):
             is_stored = [tier.lookup(digest) for tier in self._tiers]  # a lookup counts as a use

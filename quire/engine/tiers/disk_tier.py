@@ -1,6 +1,6 @@
 """The disk tier: a file per block, evicted least recently used first (by modification time). It survives the engine.
 
-Each identity (kv_identity.py) has its own subfolder. They share the limit, so newer blocks evict blocks of older
+Each identity (kv_identity.py) has its own subfolder. All share the limit, so newer blocks evict blocks of older
 weights. Folders are 0700, files 0600. Files are renamed when complete and verified when read, because disks and power
 fail.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """Servers may share a folder; each counts the bytes that it knows of."""
+    """Servers may share a folder; each counts only the bytes it knows of."""
 
     name = "disk"
 
@@ -121,7 +121,7 @@ class DiskTier:
         (self._root / name).unlink(missing_ok=True)
 
     def _evict(self) -> None:
-        """Removes files without the lock, so that lookups do not wait for the disk."""
+        """Removes files without the lock, so lookups do not wait for the disk."""
         evicted = []
         with self._lock:
             while self._bytes > self._max_bytes:
@@ -151,7 +151,7 @@ def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
 
 
 def _is_process_alive(pid: str) -> bool:
-    """Such a process may still finish its file."""
+    """A live process may still finish its file."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):

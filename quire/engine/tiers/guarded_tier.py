@@ -13,9 +13,8 @@ from quire.engine.tiers.tier import BlockContent, Tier
 log = logging.getLogger("quire.tiers")
 
 CALL_TIMEOUT_SECONDS = 30.0
-"""A longer call counts as hanging."""
 _THREADS = 5
-"""Enough for all callers: the threads that load, and the one that stores."""
+"""Enough for all callers: the loading threads and the storing one."""
 
 Result = TypeVar("Result")
 
@@ -33,7 +32,7 @@ class GuardedTier:
         self._identity = identity
         self._last_call_failed = False
         self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
-        for number in range(_THREADS):  # daemon threads: an executor's would keep the process from exiting
+        for number in range(_THREADS):  # daemon threads: an executor's would block the process's exit
             Thread(target=self._run_calls, name=f"kv-{self.name}-{number}", daemon=True).start()
 
     def lookup(self, digest: bytes) -> bool:
@@ -82,7 +81,7 @@ class GuardedTier:
             future.set_result(call())
 
     def _call_or_none(self, call: Callable[[], Result]) -> Result | None:
-        """Logs an exception once until a call succeeds."""
+        """Logs only the first exception in a row."""
         try:
             result = call()
         except Exception:

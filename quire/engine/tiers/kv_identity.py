@@ -1,4 +1,4 @@
-"""16-byte fingerprint of all but the tokens that a KV block depends on.
+"""16-byte fingerprint of everything except tokens that a KV block depends on.
 
 Weights count by content. Hashing takes about a second per GiB, so the hash is stored with the files' sizes, times and
 inodes.
@@ -24,11 +24,11 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Samples, shared among all weight files, and bytes per sample."""
+"""Samples shared among all weight files, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
-"""Applies even if many files then exceed _NUM_SAMPLES."""
+"""Applies even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
-"""Threads hash parts of this size."""
+"""Size of the parts that threads hash."""
 _THREADS = 4
 _HASHES_FILE = "weights.json"
 _MAX_REMEMBERED = 64
@@ -69,7 +69,6 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 
 def code_hash() -> bytes:
-    """Hash of the installed kernels, layers and models."""
     engine = Path(__file__).resolve().parent.parent
     hasher = blake2b(digest_size=16)
     for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
@@ -80,7 +79,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """Stamps must be taken before loading."""
+    """Construct before loading, because that takes the files' stamps."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -124,7 +123,7 @@ class WeightFiles:
 
 
 def _file_stamps(path: Path) -> list[FileStamp]:
-    """`path`: a folder of safetensors, or a GGUF file with other parts."""
+    """`path`: a folder of safetensors, or a GGUF file, whose other parts are included."""
     if path.is_dir():
         return [_file_stamp(file) for file in find_weight_files(path)]
     parts = [

@@ -11,7 +11,7 @@ _PROBE_INTERVAL = 32
 
 
 class LoadCosts:
-    """Whether to load or compute, by measured costs. An unmeasured tier counts as free, so that it gets measured."""
+    """Chooses between loading and computing by measured costs. An unmeasured tier counts as free, to get measured."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -29,7 +29,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
-        """Return how many first blocks save most time. `tiers`: of each block."""
+        """Number of leading blocks that saves most time. `tiers`: per block."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

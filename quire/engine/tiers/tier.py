@@ -8,24 +8,23 @@ BlockContent = bytes | memoryview
 class Tier(Protocol):
     """A place for KV blocks: host memory, a disk, or a shared store.
 
-    `digest`s have 16 bytes. Any method may be called from several threads at once. Exceptions are logged and count as
-    misses.
+    `digest`s have 16 bytes. Several threads may call any method at once. Exceptions are logged and count as misses.
     """
 
     name: str
     """Appears in metrics and explanations."""
 
     def lookup(self, digest: bytes) -> bool:
-        """Return True if `fetch` would find the block, which counts as a use.
+        """True if `fetch` would find the block, which counts as a use.
 
         The engine's loop calls this between steps, so it must answer at once, from memory. It may be wrong.
         """
 
     def fetch(self, digest: bytes) -> BlockContent | None:
-        """Return the block, or None if it is not there. May be slow: only requests that need the block wait."""
+        """None if the block is not there. May be slow: only requests that need the block wait."""
 
     def put(self, digest: bytes, page: BlockContent) -> None:
         """Store a block, or do nothing if there is no room. May be slow."""
 
     def drop(self, digest: bytes | None) -> None:
-        """Forget a block, or all of them if `digest` is None."""
+        """Forget a block, or all if `digest` is None."""

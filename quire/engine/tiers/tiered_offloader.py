@@ -32,7 +32,7 @@ class TransferOptions:
 
 
 class TieredKVOffloader(KVOffloader):
-    """Stores blocks in all tiers when a request leaves the device, and loads them from the first that has them."""
+    """Stores blocks in all tiers, and loads them from the first that has them."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Requests that compute what is missing: after an incomplete load, and after any load until they have run,
-        because others may take the loaded blocks repeatedly.
+        """Requests that compute missing blocks instead of loading them: those with an incomplete load, and those that
+        have loaded but not yet run, because others may take the loaded blocks repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
@@ -126,7 +126,7 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Load only blocks up to a snapshot if one is required; reserves a slot for one from a tier."""
+        """If a snapshot is required, choose only blocks up to one. Reserves a slot for a snapshot from a tier."""
         snapshots = self._prefix_cache.snapshots
         for count in range(len(digests), 0, -1):
             if snapshots.can_resume_after_block(digest := digests[count - 1]):

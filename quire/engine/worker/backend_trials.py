@@ -1,4 +1,4 @@
-"""Trials that a GPU backend must pass before it is chosen or captured in graphs."""
+"""Trials that a GPU backend must pass before it is chosen or captured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from quire.kernels.reference import ReferenceBackend
 def choose_trials(
     config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
 ) -> list[BackendTrial]:
-    """With decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this machine."""
+    """The trials run decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this
+    machine.
+    """
     if device.type == "cpu":
         return []
     captures: list[GraphCapture | None] = (
@@ -42,7 +44,7 @@ def choose_trials(
 
 
 def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
-    """For a backend that fails in a graph or computes different results there."""
+    """For a backend that fails, or computes something else, in a graph."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
     return why
@@ -55,8 +57,8 @@ def find_eager_prefill_reason(
     spec: DecoderSpec,
     backend: Backend,
 ) -> str | None:
-    """Why graphs hold decodes but no prefills: the backend says so, or a library's attention fails in one. The first
-    rank decides for all. `types`: compute and KV dtype.
+    """Why graphs hold decodes but no prefills: the backend rules it out, or a library's attention fails in a graph. The
+    first rank decides for all. `types`: compute and KV dtype.
     """
     if backend.cuda_graph_support != "steps":
         return f"{backend.name} computes prompts with looks at the host"

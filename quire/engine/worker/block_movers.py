@@ -1,6 +1,6 @@
 """Copies KV blocks between device and host (engine/tiers).
 
-A block's bytes are the bytes of all its tensors in order, with scales if it is 8-bit.
+A block's bytes are those of all its tensors in order, with scales if it is 8-bit.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class HostBlockMover:
             tensors[:, block] = part
 
     def _iter_parts(self, block_content: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of [tensors, blocks, bytes] and a block's [tensors, bytes]."""
+        """Pairs of [tensors, blocks, bytes] and one block's [tensors, bytes]."""
         for tensors, begin, end in zip(self._tensors, [0, *self._part_ends], self._part_ends, strict=False):
             yield tensors, block_content[begin:end].reshape(len(tensors), -1)
 
 
 class CudaBlockMover:
-    """Uses pinned memory, and separate streams that wait for earlier work."""
+    """Uses pinned memory and its own streams, which wait for earlier work."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str) -> None:
         device = tensors[0].device

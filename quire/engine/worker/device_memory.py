@@ -41,11 +41,11 @@ from quire.kernels.device.error_messages import describe_compiler_error, describ
 from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_bytes, empty_device_caches
 
 _PREFAULT_FRACTION = 1 / 8
-"""Share of a host KV cache to touch."""
+"""Share of a host KV cache."""
 _PREFAULT_BYTES = 512 * 2**10
 """Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
-"""Contained in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
+"""In PyTorch's RuntimeErrors for hosts and Apple GPUs."""
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
@@ -60,8 +60,8 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
-    """Bytes left once weights are loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there
-    are none.
+    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there are
+    none left.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
@@ -87,8 +87,8 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound before weights are loaded, at least one block: per-position tables must not grow with what
-    config.json claims. `token_bytes`: of all layers.
+    """Upper bound before weights are loaded, at least one block: per-position tables must not grow with config.json's
+    claims. `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -101,7 +101,7 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
 
 
 def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raise ConfigError if max_model_len cannot fit, before weights are loaded. `token_bytes`: of layers that keep
+    """Raise ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: of layers that keep
     every token.
     """
     max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
@@ -119,7 +119,7 @@ def check_context_length(config: EngineConfig, token_bytes: int, device: torch.d
 def available_kv_bytes(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> int:
-    """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call it at the same time."""
+    """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call this at the same time."""
     step_bytes = find_step_reserve(model, model_config, backend, config)
     return kv_budget(config, model.device, max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0))
 
@@ -139,7 +139,7 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> int:
-    """Run the largest step on a dummy KV cache. Returns its peak bytes beyond weights and KV cache."""
+    """Run the largest step on a dummy KV cache. Return its peak bytes beyond weights and KV cache."""
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -188,7 +188,7 @@ def prefill_metadata(
     groups: int = 1,
     context_shard: ContextShard | None = None,
 ) -> AttentionMetadata:
-    """`seqs` full prompts on blocks of their own. Tokens outside `context_shard` go to an additional block."""
+    """`seqs` full prompts on their own blocks. Tokens outside `context_shard` go to one more block."""
     blocks_per_seq = -(-length // block_size)
     table = torch.arange(seqs * blocks_per_seq, dtype=torch.int32, device=device).view(seqs, blocks_per_seq)
     positions = torch.arange(length, device=device).repeat(seqs)
@@ -226,7 +226,7 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Bytes of a block of one KV cache group."""
+    """Bytes per block of one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
@@ -238,9 +238,9 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """Tensors of one kind are stacked as [tensors, blocks, ...]: one operation covers a block in all layers.
-    Uninitialized on the host, where untouched memory is free on Linux; otherwise zeroed, because kernels read unwritten
-    blocks before a window with weight 0.
+    """Stacks tensors of one kind as [tensors, blocks, ...]: one operation covers a block in all layers. Uninitialized
+    on the host, where Linux gives untouched memory for free; elsewhere zeroed, because kernels read unwritten blocks
+    before a window with weight 0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -257,14 +257,14 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """By index in the block. A slot is written before it is read."""
+    """Indexed by layer index in the block. Slots are written before they are read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Bytes of a slot's state in all pipeline stages."""
+    """Bytes of one slot in all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
@@ -274,7 +274,7 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
 
 
 def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
-    """For large blocks, which are contiguous by token or piece. `own_range`: this rank's tokens."""
+    """For large blocks, contiguous by token or piece. `own_range`: this rank's tokens."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
     for each in tensors:
         end = count * each.shape[2] // len(own_range)
@@ -282,7 +282,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Saves memory: layers of equal shape share tensors, with wrong results."""
+    """Layers of equal shape share tensors to save memory; results are wrong."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -295,7 +295,7 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches host KV blocks in idle moments. The first touch of 4 KB costs a microsecond, ten on some virtual
+    """Touches host KV blocks in idle moments. A first touch of 4 KB costs a microsecond, or ten on some virtual
     machines: then 7 % of a small model's prefill.
     """
 
@@ -311,7 +311,7 @@ class KVPrefaulter:
         self._num_used = self._num_touched = self._next_tensor = 0
 
     def mark_used(self, block_ids: Iterable[int]) -> None:
-        """These blocks are never touched from now on."""
+        """Never touch these blocks from now on."""
         self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
 
     def touch_next(self) -> bool:
@@ -328,16 +328,16 @@ class KVPrefaulter:
 
 
 class GpuMemory(NamedTuple):
-    """Memory of one GPU, in bytes."""
+    """Bytes of one GPU."""
 
     total: int
     free: int
     allocator: int
-    """Memory held by PyTorch's allocator."""
+    """Held by PyTorch's allocator."""
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
-    """None for other devices."""
+    """None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -345,7 +345,6 @@ def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
 
 
 def trim_host_memory() -> None:
-    """Return unused memory to the system if the C library supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

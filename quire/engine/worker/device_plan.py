@@ -47,7 +47,7 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""Minimum driver version for each CUDA major version, from NVIDIA's minor version compatibility table."""
+"""Minimum driver by CUDA major version, from NVIDIA's minor version compatibility table."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
 first product.
@@ -105,8 +105,8 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
-    """Returns the device. Raises ConfigError if this is a replica that shares its GPU with others: replicas that have
-    GPUs of their own are started with --device cuda or xpu (client/replica_shares.py).
+    """Return the device. Raise ConfigError if this replica would share its GPU with others; replicas with their own
+    GPUs are started with --device cuda or xpu (client/replica_shares.py).
     """
     is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
     refuse_setting_if(
@@ -183,7 +183,7 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
-    """Why the dtype is not the checkpoint's."""
+    """Why this is not the checkpoint's dtype."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
@@ -208,8 +208,8 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast attention
-    needs 16 bits; older ones have float16 tensor cores only. For other devices see kernels/gpu/other_devices.py.
+    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and fast attention needs
+    16 bits; older GPUs have tensor cores for float16 only. Other devices: see kernels/gpu/other_devices.py.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -224,8 +224,8 @@ def choose_compute_dtype_and_note(
 
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """True for quantized weights in Quire's CPU kernels, which round activations anyway. A bfloat16 residual stream
-    would cause most of the error. Costs 5 to 10 % of the time.
+    """True for quantized weights in Quire's CPU kernels, which round activations anyway: most of the error would come
+    from a bfloat16 residual stream. Costs 5 to 10 % of the time.
     """
     if config.dtype != "auto" or not uses_float32_activations(model.raw):  # first: avoids loading kernels
         return False
@@ -233,8 +233,8 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """On CPUs float16 takes many times as long as bfloat16, which has its range with 8 bits instead of 11. float32
-    keeps all bits in twice the memory.
+    """On CPUs, float16 takes many times as long as bfloat16, which has at least its range, with 8 bits instead of 11.
+    float32 keeps all bits in twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -262,24 +262,24 @@ class DevicePlan:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     dtype_note: str | None
-    """Why the dtype is not the checkpoint's."""
+    """See ModelDTypes.change_note."""
     backend: Backend
     backend_reason: str
     vision_backend: Backend
-    """Backend of the image tower; its keys and values are not sharded across ranks."""
+    """For the image tower; its keys and values are not sharded across ranks."""
     eager_prefill_reason: str | None = None
     """Why graphs hold decodes but no prefills; known on the first rank."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """Return a name that the setting accepts. "auto": the model's dtype."""
+    """A name that the setting accepts; "auto": the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
 
 
 def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backend_tried: bool = False) -> DevicePlan:
-    """`backend_tried`: another rank has tried the backend on such a GPU. Raises ConfigError."""
+    """`backend_tried`: another rank tried the backend on such a GPU. Raises ConfigError."""
     check_transformers_settings(config, model_config)
     device = choose_device(config)
     check_non_cuda_accelerator_settings(config, device)
@@ -289,7 +289,7 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
     check_device_supports_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
-    # Deterministic towers on GPUs encode one by one, so their kernels may depend on the batch.
+    # Deterministic towers on GPUs encode images one by one, so kernels may depend on the batch.
     vision_backend = type(backend)() if config.deterministic and device.type == "cuda" else backend
     eager_prefill_reason = (
         None if backend_tried else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend)
@@ -343,8 +343,8 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Raises ConfigError if none serves or, if required, none is deterministic: GPUs need Triton, and PyTorch's CPU
-    products may depend on the batch.
+    """Raises ConfigError if no backend serves or, if required, none is deterministic: GPUs need Triton, and PyTorch's
+    CPU products may depend on the batch.
     """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:

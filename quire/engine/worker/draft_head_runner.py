@@ -1,4 +1,4 @@
-"""Runs draft heads: after every step to update states, and between steps to draft. Both may be CUDA graphs."""
+"""Runs draft heads, after every step to update states and between steps to draft. Both may be CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HiddenStates:
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, hidden]. Call it once sampled tokens are stored."""
+    """Returns [R, hidden]; see GraphOutputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """States before the last samples; the last place is for drafts by graphs."""
+        """States before the last samples; the last place is for graphs' drafts."""
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -145,7 +145,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Index of the state before the last token, or None."""
+        """Index of the state before the last token; None: outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -153,7 +153,7 @@ class DraftHeadRunner:
         return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """Later drafts are for the first rows only."""
+        """Later draft tokens are for the first rows only."""
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),
@@ -273,7 +273,7 @@ class DraftHeadRunner:
 
     @torch.inference_mode()
     def run_dummy_draft(self, count: int) -> None:
-        """Call it only while no KV blocks are in use."""
+        """Call only while no KV blocks are in use."""
         size, device = self._input_batch.block_size, self._input_batch.device
         length = size if not self.kv_tensors else min(MEASURED_CONTEXT_TOKENS, size * self.kv_tensors[0].shape[1])
         if self.graphs is not None and count <= self.graphs.max_rows:

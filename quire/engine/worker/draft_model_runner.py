@@ -1,4 +1,4 @@
-"""Runs a draft model. Launching dominates the time of so small a model, so this path is kept short."""
+"""Runs a draft model. Launching dominates so small a model's time, so this path is short."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[R, hidden], and drafts if a graph samples. Several tokens of a sequence may be graph rows: see
+        """[R, hidden], and drafts if a graph samples. Graph rows may be several tokens of a sequence: see
         DecodeGraphs.can_run.
         """
         slots, starts, counts = row_array

@@ -38,7 +38,7 @@ class SampleTargets:
     """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
-    """[R]: the row of each position."""
+    """[R]: each position's row."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, equal to the number of tokens so far
     device_slots: Tensor  # both on the device
@@ -70,8 +70,8 @@ class InputBatch:
         slot_states: SlotStateTensors = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
-        """`scratch_block`: owned by an additional `scratch_slot`; `graph_decode_inputs` needs it. `num_groups`: KV
-        cache groups, interleaved in the block table. `context_shard`: this rank's tokens; None: all.
+        """`scratch_block`: for an additional `scratch_slot`, which `graph_decode_inputs` needs. `num_groups`: KV cache
+        groups, interleaved in the block table. `context_shard`: this rank's tokens; None: all.
         """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
@@ -172,11 +172,11 @@ class InputBatch:
 
     @property
     def tracks_recurrent_state_lengths(self) -> bool:
-        """True if states may have to replay draft tokens."""
+        """True if states may replay draft tokens."""
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a new owner's state length is unknown, so that no graph can run."""
+        """False if a new owner's state length is unknown: then no graph can run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -192,7 +192,7 @@ class InputBatch:
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens each state has seen; after the step that is `num_known`."""
+        """Return how many tokens each state has seen; after the step, `num_known`."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
@@ -229,7 +229,7 @@ class InputBatch:
     def graph_prefill_inputs(
         self, rows: Tensor, chunks: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """For T tokens of P sequences. `chunks` [5, P] int64: slots, token counts (at least 1), contexts, and
+        """For T tokens of P sequences. `chunks` [5, P] int64: slots, token counts (at least 1), contexts,
         StateAndVerifiedCounts.
         """
         slots, counts, contexts, num_seen, num_known = chunks
@@ -270,7 +270,7 @@ class InputBatch:
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
     def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
-        """The first of B rows of a slot is no draft, the others are."""
+        """Of a slot's rows [B], all but the first are drafts."""
         if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)

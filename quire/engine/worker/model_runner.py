@@ -45,7 +45,7 @@ _MAX_LOGIT_ROWS = 256
 """A row of 150,000 tokens takes 600 KB."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
-"""Prompt lengths in tokens."""
+"""Lengths in tokens."""
 
 
 class ModelRunner:
@@ -130,8 +130,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """On a GPU this only queues work. A step reads what earlier steps sampled and stored, but the host does not
-        wait for them.
+        """On a GPU this only queues work: a step reads what earlier steps sampled and stored, and the host does not
+        wait.
         """
         return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
 
@@ -247,7 +247,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_next(self) -> bool:
-        """Takes about a second at most; False if all is ready."""
+        """Takes about a second at most. False: all is ready."""
         if self._prefaulter is not None:
             return self._prefaulter.touch_next()
         if self.decode_graphs is not None and self.decode_graphs.capture_next():
@@ -265,8 +265,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile; those for long
-        prompts were compiled when a step was measured.
+        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile; measuring a step
+        compiled those for long prompts.
         """
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
@@ -284,7 +284,7 @@ class ModelRunner:
             )
 
     def compile_kernels(self, step_tokens: int, drafter: DeviceDrafter | None) -> CompileResult:
-        """Compiles missing variants of all ranks and of the local drafter."""
+        """Compile missing variants of all ranks and of the local drafter."""
         from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         variants = self.kernel_variants(step_tokens)
@@ -331,7 +331,7 @@ class ModelRunner:
         return pooled_rows
 
     def _run_model(self, prepared: PreparedBatch, *, all_tokens: bool, all_greedy: bool) -> HiddenStates:
-        """Without `inputs` a graph runs."""
+        """Without `inputs`, a graph runs."""
         if self._model.offload is not None:
             self._model.offload.prepare_for_step()
         inputs, features = prepared.inputs, prepared.features
@@ -374,7 +374,7 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Samples steps of one token per row, using only operations that a graph can capture."""
+        """Sample one token per row with operations that a graph can capture."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(
@@ -403,7 +403,7 @@ class ModelRunner:
         logprob_indices: list[int],
         hidden: Tensor,
     ) -> list[Tensor]:
-        """Returns tokens [R] int64 (NONFINITE_TOKEN without finite logits, NO_TOKEN_LEFT if constraints left none), and
+        """Tokens [R] int64 (NONFINITE_TOKEN without finite logits, NO_TOKEN_LEFT if constraints left none), and
         logprob_tensors at `logprob_indices`.
         """
         if not sample_targets.rows:

@@ -35,7 +35,7 @@ class PromptLogprobTargets:
 
 
 NONFINITE_TOKEN = -1
-"""Replaces the sampled token if logits are infinite or NaN."""
+"""Replaces a token sampled from infinite or NaN logits."""
 _NONFINITE_CAUSE = "its weights, or an adapter's, are broken, or too large for its type"
 _FAILURES_BY_TOKEN = {
     NONFINITE_TOKEN: RequestFailure(f"the model computed no finite logit for the next token: {_NONFINITE_CAUSE}"),
@@ -44,15 +44,14 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
-"""Request failures by the value that replaces the sampled token."""
+"""Keyed by the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """`sampled_rows` are the rows and the owners of their slots at launch. `download` contains the tokens, the
-    logprob_tensors at `logprob_indices`, the logprob_tensors of each of `prompt_chunks`, and the vectors of finished
-    `pooled_rows`.
+    """`sampled_rows`: rows, and their slots' owners at launch. `download`: tokens; logprob_tensors at
+    `logprob_indices`, then of each of `prompt_chunks`; vectors of finished `pooled_rows`.
     """
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
@@ -65,7 +64,7 @@ class PendingStep:
     used_cuda_graph: bool = False
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the device and advances grammars. Call it once."""
+        """Waits for the device and advances grammars. Call once."""
         tensors = iter(self.download.wait_for_copy())
         sampled = next(tensors).tolist()
         token_logprob_list: list[TokenLogprob] = []
@@ -95,7 +94,7 @@ class PendingStep:
     def _accept_drafts_and_advance_grammars(
         self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
-        """Returns tokens, logprobs and errors, each by request id."""
+        """(tokens, logprobs, errors), each by request id."""
         token_ids = {}
         logprobs = {}
         errors = dict[str, RequestFailure]()
@@ -117,7 +116,7 @@ class PendingStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """`sampled`, one token more than `drafts`, up to and including the first difference: later tokens assumed a wrong
+    """`sampled`, one token longer than `drafts`, up to and including the first difference: later tokens follow a wrong
     draft.
     """
     num_accepted = 0

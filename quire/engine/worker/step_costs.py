@@ -13,14 +13,14 @@ MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
 """Context of each measured sequence."""
 _MIN_MAX_ROUNDS = (3, 32)
-"""(minimum, maximum); between them, _MAX_SECONDS ends the measurement."""
+"""Between these, _MAX_SECONDS ends the measurement."""
 _MAX_SECONDS = 0.1
 """No round begins after this time."""
 
 
 def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
     """(tokens, seconds) of steps that sample after each token, as with drafts. Overwrites the first KV blocks, which
-    are unused yet.
+    must be unused.
     """
     if config.speculative_config is None or config.speculative_config.method == "none":
         return []

@@ -36,7 +36,7 @@ class WeightFileReceiver(WeightReceiverMethods):
 
     def __init__(self) -> None:
         self._shard_of_tensor: dict[str, dict[str, str]] = {}
-        """Files by folder and tensor."""
+        """File of each tensor, by folder."""
         self._device = torch.device("cpu")
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:

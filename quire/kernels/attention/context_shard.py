@@ -8,9 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """A rank's tokens under decode context parallelism. A block holds `tokens_per_page` tokens of each rank, in rank
-    order.
-    """
+    """A rank's tokens under decode context parallelism. A block has `tokens_per_page` per rank, in rank order."""
 
     rank: int
     world_size: int
@@ -31,7 +29,6 @@ class ContextShard:
         return -(-context_len // (self.tokens_per_page * self.world_size)) * self.tokens_per_page
 
     def global_positions(self, local_indices: Tensor) -> Tensor:
-        """Positions in the sequence. `local_indices`: indices among this rank's tokens."""
         span = self.tokens_per_page * self.world_size
         return (
             local_indices // self.tokens_per_page * span
@@ -40,7 +37,7 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """AttentionMetadata.slot_mapping for pages and positions [.., T] int64, without a host synchronization."""
+        """AttentionMetadata.slot_mapping for pages and positions [.., T] int64. Does not wait for the device."""
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places
         return (

@@ -21,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """T tokens and H heads, in float32, or float64 if q is."""
+    """T tokens, H heads; float32, or float64 if q is."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf: no key was seen
@@ -60,7 +60,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 def compute_partial_softmax(
     q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """q is [T, H, D]. Sinks are left out."""
+    """q is [T, H, D]. Leaves out sinks."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -98,7 +98,7 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of `shard`'s keys."""
+    """Up to QUERY_TILE rows over tiles of `shard`'s keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -147,8 +147,8 @@ def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias as [kv_heads, group * rows, keys]. distances: [group * rows, keys]; each run of
-    `rows` belongs to one query head.
+    """AttentionParams.relative_bias as [kv_heads, group * rows, keys] for distances [group * rows, keys]; each run of
+    `rows` is one query head's.
     """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)

@@ -1,5 +1,6 @@
-"""C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError for KV, which has
-its own layout. A call costs a few microseconds of Python: create no tensor that is not returned.
+"""C++ kernels for float32 and bfloat16. Other dtypes use the reference, or raise TypeError for KV, which has its own
+layout. add_* and mul_by_column_slice work in place, and return contiguous arguments themselves. A call costs a few
+microseconds of Python: create only tensors that are returned.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class CpuBackend(CpuLinearBackend):
         deterministic: bool = False,
         activation_bits: str = "auto",
     ) -> None:
-        """library: by default this CPU's best instruction set. activation_bits: see quantized_linear.py."""
+        """library: default is this CPU's best. activation_bits: see quantized_linear.py."""
         super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)
@@ -67,7 +68,7 @@ class CpuBackend(CpuLinearBackend):
 
     @property
     def isa(self) -> str:
-        """Instruction set for people to read, such as "AVX-512 with bf16"."""
+        """For display, such as "AVX-512 with bf16"."""
         return native_library.ISAS[self.library.isa]
 
     def description(self) -> str:
@@ -90,7 +91,7 @@ class CpuBackend(CpuLinearBackend):
         return dtype in KERNEL_DTYPES
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized); under decode context
+        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized). Under decode context
         parallelism [blocks, pieces of 16 tokens, kv_heads, ...].
         """
         if dtype not in self.library.paged_attention and dtype not in QUANTIZED_KV_DTYPES:
@@ -131,19 +132,16 @@ class CpuBackend(CpuLinearBackend):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Works in place: returns `x` and `residual` themselves if they are contiguous."""
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._calls.add_layer_norm(x.contiguous(), residual.contiguous(), weight, bias, eps)
 
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Works in place: returns `residual` itself if it is contiguous."""
         if not _share_kernel_dtype(x, residual):
             return super().add_residual(x, residual)
         return self._calls.add_residual(x.contiguous(), residual.contiguous())
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-        """Works in place: returns `residual` itself if it is contiguous."""
         if not _share_kernel_dtype(x, gate, residual):
             return super().add_gated(x, gate, residual)
         return self._calls.add_gated(x.contiguous(), gate.contiguous(), residual.contiguous())
@@ -159,7 +157,6 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x and residual themselves if contiguous."""
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)
         return self._calls.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
@@ -175,7 +172,6 @@ class CpuBackend(CpuLinearBackend):
         )
 
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """Works in place: returns `x` itself if it is contiguous."""
         if not _share_kernel_dtype(x, per_layer_inputs):
             return super().mul_by_column_slice(x, per_layer_inputs, first)
         return self._calls.mul_by_column_slice(x.contiguous(), per_layer_inputs.contiguous(), first)
@@ -275,5 +271,4 @@ class CpuBackend(CpuLinearBackend):
 
 
 def _share_kernel_dtype(*tensors: Tensor) -> bool:
-    """True if all have the same dtype and the kernels support it."""
     return tensors[0].dtype in KERNEL_DTYPES and all(each.dtype == tensors[0].dtype for each in tensors)

@@ -1,8 +1,8 @@
 """Compiles the C++ kernels into `<set>.so`, one library per instruction set.
 
-`python build.py` builds the plain set and the best that this machine has; `python build.py all` builds all, for wheels
-and slow tests. g++ (or $CXX) needs no headers of Python or PyTorch, so one wheel serves all their versions. Imports
-only the standard library, to run inside pip's build.
+`python build.py` builds the plain set and this machine's best; `python build.py all` builds all, for wheels and slow
+tests. g++ (or $CXX) needs no headers of Python or PyTorch, so one wheel serves all their versions. Imports only the
+standard library, to run inside pip's build.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def source_files() -> list[Path]:
 
 
 def isas_to_build(cxx: list[str]) -> list[str]:
-    """The plain set, and the best that this machine supports."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "isa.so")
         command = [*cxx, *COMPILE_FLAGS, *LINK_FLAGS, str(HERE / "isa.cpp"), "-o", str(library)]
@@ -75,7 +74,7 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Returns compiler output by failed instruction set, as the compiler may be too old for one. Deletes outdated
+    """Returns compiler output keyed by failed instruction set: the compiler may be too old for one. Deletes outdated
     libraries of other sets. A concurrent build waits.
     """
     with _build_lock():

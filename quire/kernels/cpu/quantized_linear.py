@@ -18,8 +18,8 @@ _MAX_SCALE_BLOCK = 96
 """Inputs of x per scale, as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this many times the root mean square of
-all blocks' maxima.
+"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this times the root mean square of all
+blocks' maxima.
 """
 
 
@@ -34,7 +34,7 @@ def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWe
 
 
 class CompiledQuantizedLinear(CompiledLinearBase):
-    """x is rounded to 8 or 16 bits in blocks that share a scale; `bias` is added in float32."""
+    """Rounds x to 8 or 16 bits in blocks that share a scale; `bias` is added in float32."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class CompiledQuantizedLinear(CompiledLinearBase):
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
 
     def look_up_rows(self, ids: Tensor) -> Tensor:
-        """[ids, in] in the dtype of x."""
+        """[ids, in] in x's dtype."""
         assert len(self._packed) == 1, "a table is one weight"
         ids = ids.long().contiguous()
         out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
@@ -109,14 +109,14 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """Inputs of x per scale: the most that the weights' groups allow, up to _MAX_SCALE_BLOCK."""
+    """Inputs of x per scale: the most that the groups allow, up to _MAX_SCALE_BLOCK."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # one group of all inputs, which are padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
-    """Merges neighbors only if their codes have the same format."""
+    """Merges only neighbors with the same code format."""
     merged = list(weights[:1])
     for each in weights[1:]:
         last = merged[-1]

@@ -1,6 +1,5 @@
-"""Triton kernel variants, which take seconds to compile at their first launch.
-
-Another process may compile the variants that `dry_run_for_variants` lists into Triton's cache folder.
+"""Triton kernel variants, which take seconds to compile at their first launch. Another process may compile those that
+`dry_run_for_variants` lists into Triton's cache.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class KernelVariant:
     module: str
     name: str
     specialization: str
-    """Text from Triton's hooks, for `JITFunction.preload`."""
+    """From Triton's hooks, for `JITFunction.preload`."""
     gpu_target: tuple[str, int | str, int]
-    """Arguments of `GPUTarget`; Triton 3.6's specialization lacks it."""
+    """Arguments of `GPUTarget`, which Triton 3.6's specialization lacks."""
 
     @property
     def kernel(self) -> JITFunction[Any]:
@@ -35,7 +34,7 @@ class KernelVariant:
 
     @property
     def marker_path(self) -> Path:
-        """Empty file in Triton's cache; exists once compiled."""
+        """Empty file in Triton's cache, made after compiling."""
         digest_fields = (
             self.module,
             self.name,
@@ -77,13 +76,13 @@ class CompileOnlyDriver:
 
 
 def set_compile_target(target: GPUTarget) -> None:
-    """Call in a process that has no GPU and launches nothing."""
+    """Call in a process without a GPU that launches nothing."""
     driver.set_active(CompileOnlyDriver(target))
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Variants that `function` would launch and that this process has not compiled. Nothing is launched; no other
-    thread may launch kernels meanwhile.
+    """Variants that `function` would launch and this process has not compiled. Launches nothing; no other thread may
+    launch kernels meanwhile.
     """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook

@@ -1,7 +1,4 @@
-"""PyTorch devices other than CPUs, NVIDIA GPUs and AMD GPUs.
-
-This includes every device type except cpu and cuda, so that tests can use PrivateUse1 as an example.
-"""
+"""PyTorch devices of every type except cpu and cuda (NVIDIA, AMD), so tests can use PrivateUse1."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def empty_device_caches() -> None:
-    """Return freed memory that PyTorch keeps to the system."""
+    """Return freed memory kept by PyTorch to the system."""
     for name in OTHER_DEVICES:
         backend_module = getattr(torch, name, None)
         if backend_module is not None and backend_module.is_available():
@@ -44,9 +41,7 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """For --dtype auto; None: the checkpoint's. Not all Apple chips compute bfloat16, and none computes it faster than
-    float16.
-    """
+    """For --dtype auto; None: the checkpoint's. Not all Apple chips compute bfloat16, and none faster than float16."""
     if device.type == "mps":
         return "float16" if name != "float16" else None
     if device.type != "xpu":

@@ -21,7 +21,7 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """The starts count from the first sequence after the decodes."""
+    """Starts count from the first sequence after the decodes."""
 
     num_decodes: int
     """Leading sequences with one query; at least 1, fewer than all."""
@@ -30,13 +30,11 @@ class PrefillDecodeSplit:
     max_context_lens: tuple[int, int]
     """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
-    """True if all keys of the rest are this step's."""
+    """All keys of the rest are this step's."""
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
-        """counts, contexts [S] int64: queries and keys per sequence; key_start [S + 1]. None if the step needs no
-        split.
-        """
+        """counts, contexts [S] int64: queries and keys per sequence; key_start [S + 1]. None: no split needed."""
         ones = counts == 1
         decodes = len(counts) if ones.all() else int(ones.argmin())
         if not 0 < decodes < len(counts):
@@ -50,7 +48,7 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """Parts hold only what attention needs, also in other groups. query_start and key_start: this split's, on the
+        """Parts, also in other groups, hold only what attention needs. query_start, key_start: this split's, on the
         device.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
@@ -106,7 +104,7 @@ class PagedAttentionBackend(TorchBackend):
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """linear: of all tokens. Made on the device, so that a CUDA graph can hold it."""
+    """linear: of all tokens. Works on the device, so a CUDA graph can hold it."""
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None

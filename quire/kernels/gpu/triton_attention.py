@@ -1,12 +1,12 @@
 """FlashAttention's tiling (Dao, 2023) over a paged KV cache. Row r of a tile is token r // GROUP, head r % GROUP of a
 KV head. The online softmax runs in base 2.
 
-All that bits depend on is explicit: a multiply-add that a compiler might fuse in only some kernels is a tl.fma, masks
-change no bits, and unseen keys leave sums unchanged. So with fixed splits a row has the same bits from a decode (splits
-stored, then reduced) and from a prefill (splits merged in registers).
+Everything that affects bits is explicit: a multiply-add that a compiler might fuse in only some kernels is a tl.fma,
+masks change no bits, and unseen keys leave sums unchanged. So with fixed splits a row has the same bits from a decode
+(splits stored, then reduced) and from a prefill (splits merged in registers).
 
-With RANKS keys are this rank's, numbered by themselves, and PAGE is its share of a page. A row's result is then D
-weighted values, the maximum in base 2 and the sum, for merge_ranks.
+With RANKS keys are this rank's, numbered by themselves, and PAGE is its share of a page. A row's result, for
+merge_ranks, is then D weighted values, the maximum in base 2 and the sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def num_local_tokens_before(position, rank, RANKS: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
-    """key: index among this rank's keys. Returns its position in the sequence."""
     if RANKS == 1:
         return key
     else:
@@ -52,7 +51,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """A part is a maximum in base 2, a sum of weights, and weighted values."""
+    """A part is (maximum in base 2, sum of weights, weighted values)."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -66,7 +65,7 @@ def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
 
 @triton.jit
 def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
-    """The place where the weight is added does not affect the bits."""
+    """The weight may be added anywhere with the same bits."""
     if SINKS:
         total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
     return total
@@ -74,7 +73,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """0 outside: unwritten parts of a page may hold anything."""
+    """0 outside, where a page may be unwritten."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -88,7 +87,7 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
-    """[BLOCK_N] float32: factor of each key's, or value's, codes."""
+    """[BLOCK_N] float32: factor of each key's or value's codes."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -186,8 +185,8 @@ def _load_query_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """(sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T * HEADS];
-    filled [BLOCK_M, D_PAD]: mask of real numbers. The tile needs keys `begin` to `end`. Keys before `full` precede or
-    equal the position of every query in it.
+    filled [BLOCK_M, D_PAD]: mask of real numbers. The tile needs keys `begin` to `end`; every query sees those before
+    `full`, unless a window hides them.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -228,7 +227,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per part of the softmax; 0: one part."""
+    """SPLIT: keys per softmax part; 0: one part."""
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -275,8 +274,8 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, one split per program, maybe
-    empty with the peak -inf.
+    """SPLIT: keys per split, counted from position 0; 0: one even split of a tile's keys per program, maybe empty with
+    the peak -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
@@ -307,7 +306,7 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
-    """D + 2 numbers per row of a rank: weighted sum [D], peak, total."""
+    """A rank's row of D + 2 numbers: weighted sum [D], peak, total."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -345,7 +344,7 @@ def reduce_fixed_splits(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges parts in key order, as `attend` does."""
+    """Merges in key order, as `attend` does."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)

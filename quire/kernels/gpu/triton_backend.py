@@ -29,7 +29,8 @@ class TritonBackend(TritonLinearBackend):
     head_dim].
 
     The host never waits, and grids follow from shapes and the metadata's two maxima, so a decode replayed from a CUDA
-    graph stays correct as contexts grow. Without autotuning only the first launch of a variant compiles, for seconds.
+    graph stays correct as contexts grow. There is no autotuning: only the first launch of a variant compiles, for
+    seconds.
     """
 
     name = "triton"
@@ -72,7 +73,7 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
-        """The step must not have parts. shard: as in `paged_attention`."""
+        """For a step without parts. shard: as in `paged_attention`."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)

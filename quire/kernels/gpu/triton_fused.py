@@ -1,5 +1,5 @@
-"""All between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and norm weights are
-float32, rounded once, at the end. No bit depends on the batch.
+"""Kernels between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and norm weights are
+float32; results are rounded once. No bit depends on the batch.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def _launch_norm(
 
 
 def row_block_size_and_warps(size: int) -> tuple[int, int]:
-    """A block holds a row; warps load 16 bytes of bfloat16 per thread, up to four times."""
+    """A block holds a row. Warps load 16 bytes of bfloat16 per thread, up to four times."""
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 
 
 @triton.jit
 def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
-    """A row holds `size` gates, then the values that they gate."""
+    """A row holds `size` gates, then the gated values."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate

@@ -1,5 +1,5 @@
 """kernels/kv_quantization.py for Triton kernels. HELD is the content of pages: 0 the model's dtype, 1 int8, 2 float8,
-converted by bit operations, because GPUs before compute capability 8.9 lack the instruction.
+which bit operations convert, because GPUs before compute capability 8.9 lack the instruction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
-    """HELD, the cache for kernels, and the int8 scales: a bfloat16 view of the same memory, or the cache again."""
+    """HELD, the cache for kernels, and the int8 scales: a bfloat16 view of its memory, or the cache again."""
     kv_format = _KV_FORMATS.get(cache.dtype, 0)
     if kv_format == 1:
         return kv_format, cache, cache.view(SCALE_DTYPE)

@@ -32,7 +32,7 @@ def cdiv(number: int, size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """`number` must be at least 1."""
+    """`number` is at least 1."""
     return 1 << (number - 1).bit_length()
 
 
@@ -74,7 +74,7 @@ def is_hopper(device: int | None) -> bool:
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
-    """Compute capability 12.0; the same tiles need more registers."""
+    """Compute capability 12.0, where the same tiles need more registers."""
     return _has_capability(device, 120)
 
 
@@ -92,8 +92,8 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 weighted values [rows, splits, width], peaks and totals. Within one tensor the alignment of totals, and
-    so the kernel variant, would depend on rows and splits.
+    """Float32 weighted values [rows, splits, width], peaks and totals. In one tensor the alignment of totals, and so
+    the kernel variant, would depend on rows and splits.
     """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

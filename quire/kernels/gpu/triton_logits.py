@@ -1,8 +1,8 @@
-"""Kernels that change logits in place; the host does not wait. HostLogitsProcessor in engine/worker/sampling/sampler.py
+"""Kernels that change logits in place. The host does not wait. HostLogitsProcessor in engine/worker/sampling/sampler.py
 defines the results.
 
-`tokens` [slots, max tokens] int32 are every slot's token ids. `slot` and `position`, [R], are a row's slot and its
-number of tokens so far.
+`tokens` [slots, max tokens] int32 are each slot's token ids. `slot` and `position`, [R], are a row's slot and number of
+tokens so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 
 _BLOCK = tl.constexpr(1024)
 _PROMPT = tl.constexpr(1 << 30)
-"""Set in a token's count if the prompt has it; the bits below count it in the output."""
+"""Set in a token's count if the prompt has it. The bits below count it in the output."""
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -50,8 +50,8 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """logits[rows[i], tokens[i]] += values[i], if the token is in the vocabulary. No place may occur twice. Grid:
-    blocks of i.
+    """logits[rows[i], tokens[i]] += values[i], if the token is in the vocabulary. Places must be distinct. Grid: blocks
+    of i.
     """
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
@@ -63,8 +63,8 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
-    """-inf for a word's last token if the row ends with its other tokens. words: the tokens of all words; ends [words +
-    1]: bounds of each word; rows, slots, positions [words]. Grid: words.
+    """-inf for a word's last token if the row ends with its other tokens. words: all words' tokens; ends [words + 1]:
+    bounds of each word; rows, slots, positions [words]. Grid: words.
     """
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1

@@ -102,11 +102,11 @@ def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
 def choose_attention_tiles(
     group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
 ) -> AttentionTiles:
-    """Chooses small tiles for decodes, which are limited by reading keys, or one size for everything if `fixed`.
+    """Small tiles for decodes, which are limited by reading keys, or one size for everything if `fixed`.
 
-    According to ptxas's reports for sm_90, these tiles spill no registers. All fit in a consumer GPU's 99 KB of shared
-    memory. Decodes have five pipeline stages because the block table lookup takes one. With `hopper`, wgmma needs 64
-    rows; with 64 rows and 256 numbers, other GPUs spill.
+    By ptxas's reports for sm_90 they spill no registers. All fit in a consumer GPU's 99 KB of shared memory. Decodes
+    have five pipeline stages because the block table lookup takes one. With `hopper`, wgmma needs 64 rows; other GPUs
+    spill with 64 rows and 256 numbers.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
     if dtype == torch.float32:  # no tensor cores

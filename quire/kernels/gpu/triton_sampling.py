@@ -1,9 +1,8 @@
-"""Samples tokens without sorting and without making the host wait.
+"""Samples tokens without sorting and without making the host wait. Results equal engine/worker/sampling/sampler.py's.
 
-Results equal those of engine/worker/sampling/sampler.py. A token's weight is exp(scaled logit - largest) in fixed
-point, so sums are exact in any order, and neither chunks nor batches change a sample. A filter's threshold weight is
-found by bisection over float32 bits. The search covers the candidates that a histogram by powers of two leaves, or the
-whole vocabulary if the distribution is flat.
+A token's weight is exp(scaled logit - largest) in fixed point: sums are exact in any order, and neither chunks nor
+batches change a sample. Bisection over float32 bits finds a filter's threshold weight, among the candidates that a
+histogram by powers of two leaves, or in the whole vocabulary if the distribution is flat.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ _LEVELS = tl.constexpr(16)
 """Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
-"""1 in fixed point; MAX_VOCAB times it fits an int64."""
+"""1 in fixed point. MAX_VOCAB times it fits an int64."""
 MAX_VOCAB = 2**19 - 1
-"""Largest vocabulary that `sample_tokens` supports."""
 
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
-    """Weights relative to the largest logit, `peak`: as float32 bits, and as fixed-point numbers."""
+    """Weights relative to the largest logit, `peak`: as float32 bits, and in fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -42,7 +40,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Each chunk's largest logit, and the first token that has it: [rows, chunks]. Grid: rows, chunks."""
+    """Each chunk's largest logit, and the first token with it: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -56,8 +54,8 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """kept [rows, chunks]: each chunk's weight after min-p. FILTERED: counts and masses [rows, chunks, levels] of the
-    tokens before min-p. Grid: rows, chunks.
+    """kept [rows, chunks]: each chunk's weight after min-p. FILTERED: counts and masses [rows, chunks, levels] before
+    min-p. Grid: rows, chunks.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -79,7 +77,7 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
-    """(level at which the filters cut, tokens [CHUNKS] of each chunk down to this level, weight of all levels)."""
+    """(level at which filters cut, tokens [CHUNKS] of each chunk down to it, weight of all levels)."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)
@@ -131,7 +129,7 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
-    """(first index in mass [N] at which the cumulative sum exceeds `target`, sum before it)."""
+    """(first index in mass [N] where the cumulative sum exceeds `target`, sum before it)."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -139,7 +137,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """At most mass - 1, because the product may round up to mass."""
+    """At most mass - 1: the product may round up to mass."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -147,7 +145,7 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Of tokens with weight bits of at least `least`. ALL: in the vocabulary; otherwise among the candidates."""
+    """Counts tokens with weight bits of at least `least`, in the vocabulary (ALL) or among the candidates."""
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -167,7 +165,7 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the least weight kept by top-k, then top-p of what top-k kept. `whole`: the weight of all tokens."""
+    """Bits of the least weight kept by top-k, then by top-p of the rest. `whole`: weight of all tokens."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -207,7 +205,7 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """First token at which the chunk's cumulative weight exceeds `left`; bits below `least` have no weight."""
+    """First token where the chunk's cumulative weight exceeds `left`; bits below `least` have no weight."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -283,9 +281,9 @@ def sample_tokens(
 ) -> Tensor:
     """[R] int64 for logits [R, vocab] float32, which stay unchanged.
 
-    The parameters are [R]: temperature float32, 0 for the first largest; top_k int32, vocab for all; top_p float64;
-    min_p float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some such row has
-    top_k below vocab or top_p below 1.
+    Parameters are [R]: temperature float32, 0 for the first largest; top_k int32, vocab for all; top_p float64; min_p
+    float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some such row has top_k
+    below vocab or top_p below 1.
     """
     logits = logits.contiguous()
     rows, vocab = logits.shape

@@ -1,5 +1,5 @@
-"""Short convolutions (kernels/recurrent/short_conv.py). Columns are stored in blocks first, because a row may start
-from what another stores there; slots are updated last, after their old columns were read.
+"""Short convolutions (kernels/recurrent/short_conv.py). Stores columns in blocks first, because a row may start from
+what another stores there. Updates slots last, after their old columns were read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _conv_kernel(
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """PIECES: per block; 0: blocks hold no columns. An earlier column is the step's own only if that token has the same
-    slot, as a sequence's rows may follow each other (drafts in a CUDA graph).
+    slot: a sequence's rows may follow each other (drafts in a CUDA graph).
     """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels

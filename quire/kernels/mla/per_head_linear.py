@@ -26,17 +26,17 @@ class ReferencePerHeadLinear:
 
 @runtime_checkable
 class ExpandablePerHeadLinear(Protocol):
-    """Linears that absorb queries into latent space, of a backend that can instead expand a prompt's latents into keys
-    and values.
+    """Linears that absorb queries into latent space. Their backend may expand a prompt's latents into keys and values
+    instead.
     """
 
     def should_expand(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
-        """True if expanding is faster for these tokens; the cache must hold all their keys."""
+        """True if expanding is faster for these tokens. The cache must hold all their keys."""
 
     def attend_expanded(
         self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """[T, H * V] of rotated, unabsorbed queries [T, H, P + R]. expand: the linears that bring values out of latent
+        """[T, H * V] for rotated, unabsorbed queries [T, H, P + R]. expand: linears that bring values out of latent
         space. cache [P, page size, 1, L + R] holds all latents of these tokens.
         """
 

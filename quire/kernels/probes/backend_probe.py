@@ -1,5 +1,5 @@
-"""Tries a backend on the device before it is chosen: a build for another GPU, PyTorch or driver only shows when it
-runs.
+"""Tries a backend on the device before it is chosen: only running shows that it was built for another GPU, PyTorch or
+driver.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function; returns what replays it, and the tensor with its result."""
+"""Records a function; returns the replay function, and the tensor with its result."""
 
 _WINDOW = 7
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""Few keys then count, so a scale that is a few percent off changes means by more than rounding does."""
+"""Makes few keys count, so a scale that is a few percent off changes means by more than rounding does."""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""Tolerances for means of normally distributed values. They exceed the rounding of 16-bit types and 8-bit pages, but
-not the error from a wrong scale, a missing key or another sequence's page.
+"""For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
+wrong scale, a missing key or another sequence's page.
 """
 
 
@@ -37,13 +37,13 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """Set if decodes will become graphs."""
+    """Set if decodes will be graphs."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """None: the model's dtype."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None if its results match the reference."""
+        """Why the backend cannot compute here, in one sentence; None if it matches the reference."""
         try:
             return self.find_mismatch(backend)
         except Exception as error:  # whatever a library raises
@@ -51,12 +51,12 @@ class BackendProbe(ABC):
 
     @abstractmethod
     def find_mismatch(self, backend: Backend) -> str | None:
-        """Any exception counts as one."""
+        """Any exception counts as a mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """Two sequences, one several pages long: prefill, decode, and a mixed batch."""
+    """Two sequences, one several pages long: prefill, decode, mixed batch."""
 
     heads: int
     kv_heads: int
@@ -66,7 +66,7 @@ class PagedAttentionProbe(BackendProbe):
     """A library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
-    """If True, only try a graph with a prefill chunk, for which it knows the maximum length."""
+    """Only try a graph with a prefill chunk of known maximum length."""
     has_chunked_windows: bool = False
 
     def find_mismatch(self, backend: Backend) -> str | None:
@@ -121,7 +121,7 @@ class PagedAttentionProbe(BackendProbe):
         softmax: AttentionParams,
         expected: Tensor,
     ) -> str | None:
-        """The metadata differs at capture, to reveal what a library reads from it on the host."""
+        """Captures with other metadata, to reveal what a library reads from it on the host."""
         q, k_cache, v_cache = stored
         lengths = (2 * backend.block_size + 5, 3)
         rows, wanted = make_mixed_step(self.device, lengths, backend.block_size)
@@ -172,7 +172,7 @@ def check_graph_replay(
     before: Callable[[], None] = lambda: None,
     what: str = "decodes",
 ) -> str | None:
-    """Why a graph cannot hold the step, or None. before: called between capture and replay."""
+    """Why a graph cannot hold the step. before: called between capture and replay."""
     try:
         replay, result = capture(step)
         before()
@@ -206,7 +206,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """The two sequences have pages (3, 1, 4) and (2, ...)."""
+    """The sequences have pages (3, 1, 4) and (2, ...)."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

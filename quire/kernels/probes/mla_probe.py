@@ -26,8 +26,8 @@ _QUERY_SCALE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Two sequences, one several pages long: as prefill, absorbed and (if the backend supports it) expanded; as
-    decodes; and as a decode with the last part of a prefill.
+    """Two sequences, one several pages long: prefill, absorbed and (if supported) expanded; decodes; and a decode with
+    the last part of a prefill.
     """
 
     heads: int
@@ -99,7 +99,7 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Stored keys and queries are rounded to the model's dtype."""
+        """Rounds stored keys and queries to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")

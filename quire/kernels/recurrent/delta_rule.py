@@ -31,9 +31,8 @@ class DeltaRule(Recurrence):
     norm_weight: Tensor
     """[value] float32."""
     eps: float
-    """Added to the mean of squares."""
     num_key_heads: int
-    """Each serves the same number of consecutive value heads."""
+    """Each serves equally many consecutive value heads."""
     key_dim: int
 
     @property

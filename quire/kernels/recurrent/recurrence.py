@@ -1,7 +1,8 @@
-"""Recurrent states that are one matrix per head.
+"""Recurrent states with one matrix per head.
 
-Tokens are computed one by one, so no bit depends on how a sequence was cut into steps. A slot keeps the matrices after
-the last verified token, and the inputs of draft tokens. A later step applies the accepted ones before its own tokens.
+Tokens are computed one by one, so bits do not depend on how a sequence was cut into steps. A slot keeps the matrices
+after the last verified token and the inputs of draft tokens. A later step applies the accepted ones before its own
+tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class RecurrentStates:
 @dataclass(frozen=True, slots=True)
 class StateAndVerifiedCounts:
     num_state_tokens: Tensor
-    """[S] int32: tokens applied to the matrices. From there to the step's own follow accepted draft tokens, kept in the
-    slot.
+    """[S] int32: tokens applied to the matrices. Between these and the step's own are accepted draft tokens, kept in
+    the slot.
     """
     num_verified_tokens: Tensor
     """[S] int32: tokens before the first draft token of this step."""
@@ -33,8 +34,8 @@ class StateAndVerifiedCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """As in AttentionMetadata. If attention has one row per token, a slot's consecutive rows are one sequence in the
-    first one's place; the other places are empty.
+    """As AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence in the
+    first one's place, and the other places are empty.
     """
 
     query_start: Tensor
@@ -53,11 +54,11 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def head_inputs_dim(self) -> int:
-        """Additional numbers per token, equally many for each head."""
+        """Further numbers per token, equally many per head."""
 
     @property
     def draft_inputs_dim(self) -> int:
-        """Kept per draft token."""
+        """Per draft token."""
         return self.input_dim + self.head_inputs_dim
 
     @abstractmethod
@@ -68,7 +69,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
-        """Normalize and gate: [heads * value] in z's dtype."""
+        """Normalizes too. [heads * value] in z's dtype."""
 
 
 def run_recurrence(

@@ -29,11 +29,10 @@ class SelectiveScan(Recurrence):
     skip: Tensor
     """[heads * value] float32."""
     b_norm: Tensor | None
-    """[key] float32; b_norm and c_norm None: no norms."""
+    """[key] float32. Both norms are None if there are none."""
     c_norm: Tensor | None
     """[key] float32."""
     eps: float
-    """The norms add it to the mean of squares."""
 
     @property
     def num_heads(self) -> int:

@@ -1,10 +1,10 @@
-"""Gated (LFM2: Liquid AI, 2025): per channel, the column is b * x rounded to their dtype, and the result is c times the
-weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024): the column is x, and
-the result is SiLU of the sum. Columns before the sequence are 0.
+"""Gated convolutions (LFM2: Liquid AI, 2025): per channel, the column is b * x rounded to their dtype, and the result
+is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024), the
+column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
 
-A column's place follows from its position alone, so no bit depends on how a sequence was cut into steps. The last
-columns of every piece of some tokens lie in its block, for prefix cache hits; all others, or all if another state is
-too large for blocks, lie in the sequence's slot.
+A column's place follows from its position alone, so bits do not depend on how a sequence was cut into steps. A block
+holds the last columns of each of its pieces, for prefix cache hits. The sequence's slot holds the others, or all if
+another state is too large for blocks.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ConvStates:
     """Columns in the dtype of the convolution's input."""
 
     piece_ends: Tensor | None
-    """[blocks, pieces per block, width - 1, channels]: the last columns of pieces; None: blocks hold none."""
+    """[blocks, pieces per block, width - 1, channels]: last columns of pieces; None: blocks hold none."""
     piece_tokens: int
     """Tokens per piece, at least width - 1."""
     slot_columns: Tensor
-    """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot, at least width - 1 plus the maximum
-    of draft tokens, so that rejected ones overwrite nothing that is needed.
+    """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot. There are at least width - 1 plus the
+    maximum of draft tokens, so rejected ones overwrite nothing that is needed.
     """
 
     @property
@@ -54,8 +54,8 @@ class ConvStates:
 def short_conv(
     bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
-    """where: query_start, context_lens and state_slots of AttentionMetadata. Sequences run in order, since a later one
-    may start from what an earlier one stores in a block.
+    """where: query_start, context_lens and state_slots of AttentionMetadata. Runs sequences in order, because a later
+    one may start from an earlier one's columns.
     """
     fresh, gates = bcx, None
     if conv.is_gated:

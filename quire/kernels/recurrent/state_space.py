@@ -31,7 +31,6 @@ class StateSpace(Recurrence):
     norm_weight: Tensor | None
     """[heads * value] float32; None: no norm."""
     eps: float
-    """Added to the mean of squares."""
     num_groups: int
     """Groups of equally many consecutive heads."""
     key_dim: int

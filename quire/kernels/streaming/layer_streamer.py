@@ -1,5 +1,5 @@
 """Streamed layers take turns in a few memory slots of the largest layer's size. A layer always has the same slot, so
-its linears find their weights at fixed addresses. Results keep their bits.
+its linears find weights at fixed addresses. Bits do not change.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from quire.kernels.backend import Linear
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 LayerSelector = Callable[[Sequence[int]], list[int]]
-"""Bytes of each layer to the streamed layers, ascending. Raises ValueError if no choice fits."""
+"""Maps each layer's bytes to the streamed layers, ascending. Raises ValueError if no choice fits."""
 
 
 class LayerHooks:
-    """Callbacks of a pass; these do nothing, for resident layers."""
+    """Callbacks of a pass. These do nothing, for resident layers."""
 
     streamed_layers: Sequence[int] = ()
     """Ascending; known after loading."""
@@ -24,7 +24,7 @@ class LayerHooks:
         """Called before the first layer."""
 
     def enter_layer(self, layer: int) -> None:
-        """Called before a layer is computed; work queued after this finds its weights."""
+        """Called before a layer is computed. Work queued after this finds its weights."""
 
     def leave_layer(self, layer: int) -> None:
         """Called once a layer is computed, or its work is queued."""
@@ -55,7 +55,7 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
-        """The next layer of this pass in the same slot; None if there is none."""
+        """The next layer of this pass in the same slot, if any."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 

@@ -8,16 +8,16 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Counts since this process loaded its weights."""
+    """Since this process loaded its weights."""
 
     experts_read: int = 0
     """Each expert counts once a step."""
     experts_kept: int = 0
     """Experts read that were in memory."""
     experts_guessed: int = 0
-    """Prefetched before their layer's router had chosen."""
+    """Prefetched before their router had chosen."""
     experts_guessed_right: int = 0
-    """Guessed experts that the router then chose."""
+    """Those that the router then chose."""
     disk_bytes: int = 0
     """0 if the OS does not report them."""
 
@@ -32,15 +32,15 @@ class WeightOffloader(ABC):
     @property
     @abstractmethod
     def summary(self) -> str:
-        """Text for the log."""
+        """For the log."""
 
     @property
     @abstractmethod
     def saved_bytes(self) -> int:
-        """Bytes saved on the computing device."""
+        """On the computing device."""
 
     def prepare_for_step(self) -> None:  # noqa: B027 - nothing, where steps are alike
-        """Before a step, when no read is in flight."""
+        """Call before a step, when no read is in flight."""
 
     def total_offload_counts(self) -> OffloadCounts:
         """All 0 if no disk is read."""

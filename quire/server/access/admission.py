@@ -19,7 +19,7 @@ from quire.server.shared_capacity import SharedCapacity
 SHUTTING_DOWN_MESSAGE = "The server is shutting down"
 ASLEEP_MESSAGE = "The model is asleep and takes no requests: POST /wake_up wakes it"
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "asleep")
-"""Reasons for a 503; the first two are vLLM's names."""
+"""Reasons for a 503. vLLM uses the first two names."""
 
 
 class AdmissionTicket:
@@ -40,13 +40,9 @@ class AdmissionTicket:
 
 
 class Admission:
-    """`check_availability` runs before the body is read, `admit_generation` when prompts are known."""
-
     def __init__(self, client: EngineClient, config: ServerConfig, context_length: int, *, has_api_keys: bool) -> None:
-        """`has_api_keys`: tenants compete for the queue."""
         self.is_draining = False
         self.rejections = dict.fromkeys(REJECTION_REASONS, 0)
-        """503 responses by reason."""
         self._client = client
         self._config = config
         self._has_api_keys = has_api_keys
@@ -57,7 +53,7 @@ class Admission:
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Call before the body is read, which an overloaded server should not do. Raises Overloaded."""
+        """Call before the body is read, to spare an overloaded server. Raises Overloaded."""
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -67,8 +63,8 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """For n answers per prompt; `prompt_tokens` is the sum over prompts. Settle the ticket when they end. Raises
-        InvalidRequest for a forbidden priority or more answers than can ever be queued, Overloaded, RateLimited.
+        """`prompt_tokens`: sum over prompts. Settle the ticket when the answers end. Raises InvalidRequest for a
+        forbidden priority or more answers than the queue ever holds, Overloaded, RateLimited.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -91,8 +87,8 @@ class Admission:
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
     def _check_queue_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
-        """Raises Overloaded. With API keys, a tenant's share of the queue may not exceed the room left to others
-        (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), or it could lock them out.
+        """Raises Overloaded. With API keys, a tenant's part of the queue may not exceed the room left to others
+        (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), so it cannot lock them out.
         """
         client, config = self._client, self._config
         waiting = max(0, client.num_open + requests - config.max_running_requests)
@@ -120,13 +116,11 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """The model is named in the body, path or query parameter `model`. Overrides `handle`, because the model is needed
-    until the last byte is sent.
-    """
+    """The body, path or query parameter `model` names the model, which `handle` holds until the last byte is sent."""
 
     needs_awake: ClassVar[bool] = True
     names_model: ClassVar[bool] = True
-    """False: any loaded model will do."""
+    """False: any loaded model serves the request."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         dispatch = scope["app"].state.server.models.dispatch_request
@@ -140,7 +134,7 @@ class EngineOptionalRoute(ModelRoute):
 
 
 class RateLimitedRoute(EngineOptionalRoute):
-    """Counts before the body is read, and sends x-ratelimit headers."""
+    """Counts requests before their bodies are read, and sends x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -156,11 +150,11 @@ class RateLimitedRoute(EngineOptionalRoute):
         return handle_rate_limited
 
     def check_admission_before_body_read(self, request: Request) -> None:
-        """Raise an error that does not depend on the body."""
+        """Raise errors that do not depend on the body."""
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """A route for data of the whole server, no matter which model made it."""
+    """For data of the whole server, whichever model made it."""
 
     names_model = False
 

@@ -1,5 +1,5 @@
-"""Against DNS rebinding: a web page may point its own name to 127.0.0.1, and browsers then let it read and delete data
-here. Only the Host header reveals it.
+"""Prevents DNS rebinding: a web page can point its own name to 127.0.0.1, and browsers then let it read and delete data
+here. Only the Host header reveals this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("quire.server")
 
 
 class AllowedHosts:
-    """Enforced if the server needs no API keys and listens on loopback only."""
+    """Enforced if the server has no API keys and listens on loopback only."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for invalid names."""
@@ -53,7 +53,7 @@ class AllowedHosts:
 
 
 class AllowedHostsMiddleware:
-    """Answers requests for other hosts with 403, on every path."""
+    """Answers 403 for other hosts."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
         self._app = app
@@ -81,7 +81,7 @@ def host_header_values(scope: Scope) -> list[str]:
 
 
 def _parse_host_pattern(name: str) -> str:
-    """Return lower case. Raises ConfigError."""
+    """Returns lower case. Raises ConfigError."""
     lowered = name.strip().lower().removesuffix(".")
     try:
         return str(ip_address(lowered.strip("[]")))

@@ -13,9 +13,9 @@ from quire.server.error_responses import ErrorInfo, error_response
 
 
 class AuthenticationMiddleware:
-    """Answers 401 without a valid key (`Authorization: Bearer KEY` or `x-api-key: KEY`), 403 without an admin's key for
-    ADMIN_PREFIX and ADMIN_PATHS, or for LOCAL_ONLY_PATHS if there are no keys and another machine asks. Sets the
-    scope's tenant.
+    """Sets the scope's tenant. Answers 401 without a valid key (`Authorization: Bearer KEY` or `x-api-key: KEY`), 403
+    for ADMIN_PREFIX and ADMIN_PATHS without an admin's key, and without any keys 403 for LOCAL_ONLY_PATHS from other
+    machines.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:
@@ -28,7 +28,7 @@ class AuthenticationMiddleware:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        if "tenant" in scope:  # a request of the server itself, see server/batches
+        if "tenant" in scope:  # the server's own request, see server/batches
             return await self._app(scope, receive, send)
         if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_program(scope):
             message = "Without API keys only programs on this machine may use this route: see --admin-api-key"
@@ -56,9 +56,7 @@ class AuthenticationMiddleware:
 
 
 def is_local_program(scope: Scope) -> bool:
-    """False for web pages, because browsers let any page POST without a body to a loopback server. They name its
-    origin.
-    """
+    """False for web pages, which name their origin: browsers let any page POST without a body to a loopback server."""
     if "origin" in Headers(scope=scope):
         return False
     client = scope.get("client")
@@ -81,5 +79,5 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def owner_of(request: Request) -> str:
-    """The key's digest, because names can be given to other keys."""
+    """The key's digest; names may pass to other keys."""
     return tenant_of(request.scope).digest.hex()

@@ -20,9 +20,9 @@ from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Smaller bodies are not counted, because the connection's buffer is as large."""
+"""Smaller bodies are free: the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
-"""Scope key of a body that an outer application has read."""
+"""Scope key for a body that an outer application has read."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
@@ -31,7 +31,6 @@ class BodyBuffer:
     owner: str
     """Tenant name; "" without keys."""
     reserved_bytes: int = 0
-    """Reserved part of the budget."""
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
     started_at: float = 0.0
@@ -43,15 +42,15 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
-    """All in seconds."""
+    """In seconds."""
 
     wait_seconds: float = 10.0
-    """Wait for room in the budget."""
+    """Longest wait for room in the budget."""
     check_interval: float = 0.5
     slow_after: float = 2.0
-    """While others wait, an older body must be on pace to arrive within half of `wait_seconds`."""
+    """While others wait, a body older than this must be on pace to arrive within half of `wait_seconds`."""
     total_seconds: float = 300.0
-    """Until a body is complete: 16 MiB at 56 KiB/s. Slower ones would keep their share for hours."""
+    """Per body: 16 MiB at 56 KiB/s. Slower senders would keep their share for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at
@@ -61,19 +60,19 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """Bodies that exceed the budget wait unread, and are refused after a time. Meanwhile slow senders are cut off, so
-    that they cannot hold the budget by sending little.
+    """Bodies that exceed the budget wait unread, for at most `wait_seconds`. Meanwhile slow senders are cut off: they
+    would hold the budget with little data.
     """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
-        """`max_bytes` is the limit of one body; the budget always has room for one."""
+        """`max_bytes`: per body. The budget always has room for one."""
         self._max_bytes = max_bytes
         self._timeouts = timeouts
         self._budget = SharedCapacity(max(budget_bytes, max_bytes))
         self._open_bodies: set[BodyBuffer] = set()
         self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
         self._decode_slots = FairSemaphore(1)
-        """One at a time: decoders' memory is not in the budget."""
+        """One, because decoders' memory is not in the budget."""
         self._last_cut_at = 0.0
         """Event loop time."""
 
@@ -83,11 +82,11 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yield the whole decoded body, and hold its budget until the block ends. A body in the scope is not read
-        again. With `json=False`, any content type is accepted.
+        """Yield the whole decoded body and hold its budget during the block. A body in the scope is not read again.
+        `json=False` accepts any content type.
 
-        Raises HTTPException if the body is too large, too slow or in an unknown encoding, Overloaded, InvalidRequest if
-        it is not JSON or its encoding is broken, and ClientDisconnect.
+        Raises HTTPException if the body is too large, too slow or in an unknown encoding, InvalidRequest if it is not
+        JSON or badly encoded, Overloaded, and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -145,7 +144,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decode twice, first for the size, so that no decoder is held while waiting for room."""
+        """Decode twice, first for the size, so that no decoder waits for room."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))
@@ -173,7 +172,7 @@ class BodyReader:
             return
         granted = asyncio.get_running_loop().create_future()
         waiting = (size, body, granted)
-        insort(self._waiting, waiting, key=itemgetter(0))  # smallest first, so that large ones do not block them
+        insort(self._waiting, waiting, key=itemgetter(0))  # smallest first: large ones must not block them
         try:
             for _ in range(round(self._timeouts.wait_seconds / self._timeouts.check_interval)):
                 self._cut_slow_senders()
@@ -225,8 +224,8 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """Browsers let pages of any origin post other content types without asking, but they name the origin. curl does not
-    name one, and its `-d` declares a form.
+    """Browsers let pages of any origin post other content types without asking, but send the origin. curl sends none,
+    and its `-d` declares a form.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

@@ -1,4 +1,4 @@
-"""Small steps make a body of any ratio cost no more than the largest plain one."""
+"""Decodes bodies in small steps: no compression ratio costs more than the largest plain body."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ _INPUT_BYTES = 16 * 1024
 """Input limit of a step: empty blocks of this size take 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
-"""Limits of one run in a thread."""
+"""Limit of one run in a thread."""
 MAX_LAYERS = 3
 MAX_MEMBERS = 4096
-"""gzip members or zstd frames of a body. Even empty ones take time."""
+"""gzip members or zstd frames per body. Even empty ones take time."""
 _ENCODING_ALIASES = {"x-gzip": "gzip"}
 _WINDOW_LOG = 23
-"""Limits a zstd decoder to 8 MiB, the most that RFC 9659 lets clients use."""
+"""Limits a zstd decoder to 8 MiB, the most that RFC 9659 allows clients."""
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """Return them in order of application. Raises HTTPException if unsupported, InvalidRequest for more than
-    MAX_LAYERS.
-    """
+    """In order of application. Raises HTTPException if unsupported, InvalidRequest for more than MAX_LAYERS."""
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
         _ENCODING_ALIASES.get(name, name) for entry in listed if (name := entry.strip()) not in ("", "identity")
@@ -53,17 +51,17 @@ def parse_encodings(headers: Headers) -> list[str]:
 
 
 class BodyTooLarge(Exception):
-    """The decoded body is too large."""
+    """The decoded body exceeds the limit."""
 
 
 class BodyDecoder:
     def __init__(self, encodings: list[str], max_bytes: int) -> None:
-        """`max_bytes`: of the body, and of each encoded form."""
+        """`max_bytes`: limit of the body and of each encoded form."""
         self._layers = [_EncodingLayer(name, max_bytes) for name in reversed(encodings)]
         self._remaining_bytes = max_bytes
 
     def decode_chunk(self, chunk: bytes) -> Iterator[bytes]:
-        """A part per step, possibly empty. Consume all. Raises BodyTooLarge, and InvalidRequest for broken data."""
+        """Yields a part per step, possibly empty; consume all. Raises BodyTooLarge, or InvalidRequest for bad data."""
         yield from self._decode_from_layer(chunk, 0)
 
     def _decode_from_layer(self, chunk: bytes, layer: int) -> Iterator[bytes]:
@@ -87,7 +85,7 @@ class BodyDecoder:
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Decode in a thread, some parts at a time; empty parts are dropped."""
+    """Empty parts are dropped."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
@@ -106,8 +104,6 @@ def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
 
 
 class _EncodingLayer:
-    """Data may have several members or frames."""
-
     def __init__(self, name: str, max_bytes: int) -> None:
         self._name = name
         self._remaining_bytes = max_bytes
@@ -150,7 +146,7 @@ class _EncodingLayer:
 
 
 class _SingleMemberGzipDecompressor:
-    """zlib with ZstdDecompressor's interface."""
+    """Gives zlib ZstdDecompressor's interface."""
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(_GZIP_WBITS)
@@ -173,7 +169,6 @@ class _SingleMemberGzipDecompressor:
 
 
 def _new_zstd_decompressor() -> Any:
-    """Imports the library on first use."""
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:

@@ -29,7 +29,7 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class PreflightRefusalLogMiddleware:
-    """Logs the flag's name once, because the page's user gets no useful message."""
+    """Logs the flag's name once: the page's user gets no useful message."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -15,12 +15,12 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """Next is the owner with the fewest slots, then the one served least recently. Owners are tenant names; "" without
-    keys.
+    """The next slot goes to the owner with the fewest slots, then to the least recently served. Owners are tenant
+    names; "" without keys.
     """
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
-        """`reserves_for_others`: an owner must leave as many slots to others as it takes. For long work."""
+        """`reserves_for_others`: an owner must leave others as many slots as it takes. For long work."""
         self._slots_in_use = BytesByOwner()
         self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots
@@ -28,7 +28,7 @@ class FairSemaphore:
         self._waiters: list[_Waiter] = []
         self._num_granted = 0
         self._last_grants: dict[str, int] = {}
-        """Number of the last grant, for owners that wait or hold a slot."""
+        """Number of the owner's last grant, while it waits or holds a slot."""
 
     @asynccontextmanager
     async def hold_slot(self, owner: str) -> AsyncIterator[None]:
@@ -65,7 +65,7 @@ class FairSemaphore:
         while candidates := [waiter for waiter in self._waiters if self._has_slot_for(waiter.owner)]:
             waiter = min(candidates, key=self._grant_sort_key)
             self._waiters.remove(waiter)
-            if waiter.granted.cancelled():  # the waiter is being cancelled
+            if waiter.granted.cancelled():
                 continue
             self._num_granted += 1
             self._last_grants[waiter.owner] = self._num_granted

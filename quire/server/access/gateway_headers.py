@@ -1,5 +1,5 @@
-"""Trusted gateways name the user behind a key and how urgent a request is. The headers are those of Kubernetes' Gateway
-API Inference Extension.
+"""Headers of Kubernetes' Gateway API Inference Extension: trusted gateways name the user behind a shared key, and a
+request's priority.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
 FAIRNESS_HEADER, OBJECTIVE_HEADER = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 PRIORITY_SCOPE_KEY = "quire.priority"
-"""Scope key for requests of the server to itself."""
+"""Scope key for the server's own requests."""
 
 
 class TrustedGateways:
@@ -38,7 +38,7 @@ class TrustedGateways:
             self._priorities[name] = int(priority)
 
     def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """A named user has a share of the engine, and everything else in common with the key."""
+        """A named user has its own share of the engine; everything else is the key's."""
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)
         if name is None or re.fullmatch(SAFE_ID_PATTERN, name) is None:
             return tenant

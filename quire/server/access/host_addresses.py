@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""ICANN delegates none of these."""
+"""ICANN does not delegate these."""
 _PRIVATE_NETWORKS = [
     *map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")),
     *map(ip_network, ("fc00::/7", "fe80::/10")),
@@ -15,7 +15,7 @@ _HOST_HEADER = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^\s:\[\]/\\?#
 
 
 def normalize_host(host: str) -> str | None:
-    """No port and trailing dot; None if malformed."""
+    """Removes the port and a trailing dot; None if malformed."""
     host = host.strip().lower()
     match = _HOST_HEADER.fullmatch(host)
     if match is None:
@@ -34,7 +34,7 @@ def _normalize_address(text: str) -> str | None:
 
 
 def is_local_or_private_host(host: str) -> bool:
-    """True for this machine, or a network unreachable from elsewhere."""
+    """True for this machine and for networks unreachable from elsewhere."""
     name = normalize_host(host)
     if name is None:
         return False
@@ -60,7 +60,7 @@ def _is_local_or_private_address(address: IPv4Address | IPv6Address) -> bool:
 
 
 def is_loopback_listener(listener: socket.socket) -> bool:
-    """True for sockets without an IP address."""
+    """False for sockets without an IP address."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     address = ip_address(str(listener.getsockname()[0]).partition("%")[0])
@@ -69,7 +69,7 @@ def is_loopback_listener(listener: socket.socket) -> bool:
 
 
 def matches_any_host_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """*.example.com matches all names below, * any."""
+    """*.example.com matches all names below it, * matches any."""
     return any(
         pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]) and name != pattern[1:])
         for pattern in patterns

@@ -1,4 +1,4 @@
-"""Memory that a request holds from parsing until the answer is sent."""
+"""Memory that a request holds from parsing until its answer is sent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.server.shared_capacity import SharedCapacity
 MAX_LEASED_BYTES = 64 << 20
 """Sixty agents with 100 KB of echoed tools and instructions hold 18 MB."""
 MAX_LEASED_IMAGE_BYTES = 512 << 20
-"""Additional limit for image models: a high-resolution image takes 13 MB until its answer ends."""
+"""Added for image models: a high-resolution image takes 13 MB until its answer ends."""
 _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """The first UNCOUNTED_BYTES are free, because the connection's buffer is as large."""
+    """The first UNCOUNTED_BYTES are free."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
@@ -47,7 +47,7 @@ class MemoryLease:
         self._budget.adjust_held_amount(self._owner, added_bytes)
 
     def move_to_new_lease(self) -> MemoryLease:
-        """Every byte of the new lease counts, because it has no connection."""
+        """The new lease has no connection, so all its bytes count."""
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size
         self.release_lease()
@@ -90,5 +90,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """Lasts until the request is answered. Raises Overloaded."""
+    """Released when the request is answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

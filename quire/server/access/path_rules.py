@@ -3,11 +3,11 @@ from __future__ import annotations
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """Load balancers have no key."""
 METRICS_PATH = "/metrics"
-"""Takes a key of --metrics-api-key too."""
+"""Also accepts a --metrics-api-key."""
 WEB_PREFIX = "/web/"
 """No secrets; the page asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Operators' routes, which need an admin's key if there are keys."""
+"""Operators' routes; they need an admin's key if there are keys."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -25,9 +25,9 @@ ADMIN_PATHS = frozenset(
         "/collective_rpc",
     }
 )
-"""More routes for operators, with the same rule as ADMIN_PREFIX."""
+"""Further routes under the rule of ADMIN_PREFIX."""
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Without keys: only for this machine's programs, no web pages."""
+"""Without keys, only programs on this machine may use these; web pages may not."""
 
 
 def is_public_path(path: str) -> bool:

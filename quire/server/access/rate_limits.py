@@ -47,7 +47,7 @@ class TokenReservation:
 
 
 class RateLimits:
-    """None: unlimited. Methods raise RateLimited."""
+    """None means unlimited. Methods raise RateLimited."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RateLimits:
         return self._request_bucket is not None or self._token_bucket is not None
 
     def count_request(self) -> None:
-        """Call before the request is read. Raises too if the token bucket is in debt."""
+        """Call before the request is read. Also raises while the token bucket is in debt."""
         if self._token_bucket is not None:
             self._require_amount("tokens", self._token_bucket, 0)
         if self._request_bucket is not None:
@@ -78,7 +78,7 @@ class RateLimits:
             self._request_bucket.withdraw(1)
 
     def reserve_tokens(self, tokens: int) -> TokenReservation:
-        """`tokens`: the most that the request can use, including its prompt."""
+        """`tokens`: the most that the request can use, prompt included."""
         if self._token_bucket is not None:
             limit = self._token_bucket.per_minute
             if tokens > limit:
@@ -98,7 +98,7 @@ class RateLimits:
         return values
 
     def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
-        """Raises RateLimited, with headers that tell when to retry."""
+        """Raises RateLimited with headers that say when to retry."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             remaining = max(0, math.floor(bucket.level))

@@ -5,8 +5,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPathMiddleware:
-    """Removes --root-path from paths, because rules for admin paths apply to the routed path. `root_path`, which
-    Starlette would remove again, is set for the API description only.
+    """Removes --root-path from paths, because admin rules apply to routed paths. Starlette would remove `root_path`
+    again, so only the API description gets it.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

@@ -16,14 +16,13 @@ from quire.server.access.rate_limits import RateLimits
 from quire.server.config import ServerConfig
 
 HASH_PREFIX = "sha256:"
-"""Prefix of a key's SHA-256 in hexadecimal."""
 
 
 class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """The key, or HASH_PREFIX and its digest."""
+    """The key, or HASH_PREFIX and its SHA-256 in hexadecimal."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -37,7 +36,7 @@ class Tenant:
 
     name: str
     digest: bytes
-    """SHA-256 of the key, which is not kept; empty without a key."""
+    """SHA-256 of the key, which is not kept; empty without one."""
     limits: RateLimits
     weight: float = 1.0
     """Share of the engine, relative to others."""
@@ -45,10 +44,10 @@ class Tenant:
     """Most urgent priority allowed (lower is more urgent); None: any."""
     admin: bool = False
     shares_prefixes: bool = False
-    """May use prefixes of other keys."""
+    """May use other keys' cached prefixes."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
-        """Differs by key, so that timing does not reveal other tenants' prompts."""
+        """Differs by key: timing must not reveal other tenants' prompts."""
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
@@ -90,18 +89,17 @@ class Tenants:
         self.requires_key = bool(self._keyed_tenants)
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
         self.anonymous = Tenant("", b"", limits, admin=not self.requires_key)
-        """Tenant of all requests if there are no keys, otherwise of requests to public paths."""
+        """Sends all requests without keys; with keys, requests to public paths."""
 
     @property
     def keyed_tenants(self) -> tuple[Tenant, ...]:
         return tuple(self._keyed_tenants)
 
     def find_by_key(self, key: str) -> Tenant | None:
-        """`key`: header bytes as Latin-1. Takes constant time, so that timing reveals nothing."""
+        """`key`: header bytes as Latin-1. Takes constant time, against timing attacks."""
         return _find_by_key(self._keyed_tenants, key)
 
     def find_by_metrics_key(self, key: str) -> Tenant | None:
-        """Like find_by_key, for METRICS_PATH."""
         return _find_by_key(self._metrics_tenants, key)
 
     def find_by_digest(self, digest: str) -> Tenant | None:
@@ -110,7 +108,7 @@ class Tenants:
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 
     def _iter_key_entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
-        """(tenant, entry, setting that the key comes from)."""
+        """Yields (tenant, entry, the key's setting)."""
         config = self._config
         for number, key in enumerate(config.admin_api_key, 1):
             yield f"admin-{number}", KeyEntry(key=key, priority=None, admin=True), "admin_api_key"
@@ -146,7 +144,7 @@ class Tenants:
 
 
 def _read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """Raises ConfigError with a message that contains no key."""
+    """Raises ConfigError; the message contains no key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,7 +2,7 @@
 
     QUIRE_MODEL=Qwen/Qwen3-0.6B uvicorn --factory quire.server.asgi:create_app
 
-Settings are QUIRE_* variables; address, port and TLS are the ASGI server's. Only `quire serve` cuts off slow readers,
+Settings are QUIRE_* variables; the ASGI server sets address, port and TLS. Only `quire serve` cuts off slow readers,
 drains before it ends, and shares a port among API processes.
 """
 

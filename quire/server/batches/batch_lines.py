@@ -19,7 +19,7 @@ from quire.server.protocol.stored_objects import BATCH_ENDPOINTS
 
 
 class _LineEntry(msgspec.Struct):
-    """Any type, so that errors have our wording."""
+    """Fields take any type, so that errors have our wording."""
 
     custom_id: Any = None
     method: Any = "POST"
@@ -71,7 +71,6 @@ def encode_answer_line(custom_id: str, status: int, request_id: str, body: bytes
 
 
 def encode_error_line(custom_id: str, code: str, message: str, param: str | None = None) -> bytes:
-    """Encodes the result of a request that has no answer."""
     return _encode_result_line(
         custom_id, b"null", encode_ascii_json({"code": code, "message": message, "param": param})
     )
@@ -84,7 +83,7 @@ def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
 
 
 def custom_id_or_line_name(line_number: int, line: str) -> str:
-    """Made from the line number if there is none."""
+    """Without a custom_id, derive the name from the line number."""
     try:
         value = json.loads(line)["custom_id"]
     except (ValueError, KeyError, TypeError):
@@ -93,7 +92,7 @@ def custom_id_or_line_name(line_number: int, line: str) -> str:
 
 
 def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, text); numbers begin at 1 and count empty lines."""
+    """Yield (line number, text). Numbers begin at 1 and count empty lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -110,7 +109,7 @@ def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
 
 
 def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int]:
-    """Return lines that repeat a custom_id. They fail as `line-NUMBER`."""
+    """Return lines that repeat a custom_id; they fail as `line-NUMBER`."""
     return {
         number
         for number, line in read_nonempty_lines(path)

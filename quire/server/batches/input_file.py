@@ -11,20 +11,20 @@ from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
 MAX_LINES = 50_000
-"""Same limit as OpenAI's."""
+"""OpenAI's limit."""
 MAX_CUSTOM_ID = 512
 """Characters."""
 _MAX_ERRORS = 100
-"""Further lines are not checked."""
+"""Checking stops after this many."""
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by this much of their body, so that the same instructions follow one another while their prefix
-is cached.
+"""Requests are sorted by this much of their body: equal instructions then follow one another while their prefix is
+cached.
 """
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Requests in processing order, or else all errors. `max_bytes`: of a body. Takes 1 s per 100 MB: call it in a
-    thread. Raises OSError.
+    """Return requests in processing order, or else all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB: call
+    it in a thread. Raises OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -54,7 +54,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """1-based number, byte offset, line. No byte order mark."""
+    """Yield 1-based number, byte offset and line, without a byte order mark."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):

@@ -38,13 +38,13 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """For a batch that gets no more results; ends it in the same transaction. Blocks. Raises OSError and sqlite3.Error;
-    may be called again.
+    """Write the files of a batch that gets no more results, and end it in the same transaction. Blocks. Raises OSError
+    and sqlite3.Error; may be called again.
     """
     new_files: list[StoredFile] = []
     try:
         was_ended_here = batches.end(owner, _write_batch_files(batches, contents, batch, new_files), new_files)
-    except StoreUnreachable:  # if it was ended, its files are known; otherwise the next start deletes them
+    except StoreUnreachable:  # if the batch ended, its files have rows; otherwise the next start deletes them
         raise
     except BaseException:
         contents.delete_contents(new_files)
@@ -54,7 +54,7 @@ def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Ba
 
 
 def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, new_files: list[StoredFile]) -> Batch:
-    """Return the ended batch, and append its files to `new_files`."""
+    """Return the ended batch; append its files to `new_files`."""
     num_unanswered = sum(1 for _ in _iter_unanswered_ids(batches, batch.id))
     status: BatchStatus = "cancelled" if batch.status == "cancelling" else "expired" if num_unanswered else "completed"
     usage = _Usage()
@@ -102,7 +102,7 @@ def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[byt
 
 
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
-    """Yields results in input order."""
+    """Yield in input order."""
     last = 0
     while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)

@@ -1,7 +1,7 @@
 """Limits how many batch lines run, so that other requests are hardly delayed.
 
-A line's start holds the event loop for 2 ms, and its rows lengthen steps. So lines start one by one with pauses, none
-while another request waits for its first token, and only as many run as hardly lengthen the measured steps.
+Lines start one by one with pauses; none starts while another request waits for its first token. Only as many run as
+hardly lengthen the measured steps.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from quire.engine.common import clock
 from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
-"""Suffix of the tenant names that batches use."""
 _MAX_QUEUED_TOKENS = 256
-"""Prompt tokens of lines that may queue if there are no other requests. A new request waits for the running step, so
-steps are kept short.
+"""Prompt tokens of lines that may queue if there are no other requests. Steps are kept short because a new request
+waits for the running one.
 """
 _QUIET_SECONDS = 1.0
-"""After another request, a further one is expected for this long."""
+"""For this long after another request, a further one is expected."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""Pause between line starts if others have requests, because a start takes the event loop 2 ms."""
+"""Pause between line starts while others have requests: a start holds the event loop for 2 ms."""
 _MAX_SLOWDOWN = 1.25
-"""Bound on the time of steps with lines, relative to steps without lines, or with a single one."""
+"""Bound on the time of steps with lines, relative to steps without lines or with a single one."""
 _SMOOTHING_STEPS = 16
 """The newest step has a weight of 1/N."""
 
 
 class StepTimesByRequestCount:
-    """Covers only steps with one token per request."""
+    """Covers only steps that compute one token per request."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """Average seconds per step, by number of requests."""
+        """Average seconds per step."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -45,7 +44,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """If `num_requests` was never seen, uses the steps with one request less."""
+        """If `num_requests` was never seen, use the steps with one request less."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),
@@ -55,7 +54,6 @@ class StepTimesByRequestCount:
 
 class BatchPacer:
     def __init__(self, clients: Callable[[], list[EngineClient]]) -> None:
-        """`clients`: of all engines."""
         self._clients = clients
         self._step_times = WeakKeyDictionary[EngineClient, StepTimesByRequestCount]()
         self._others_seen_at = self._line_started_at = -inf

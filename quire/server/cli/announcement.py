@@ -33,7 +33,7 @@ def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple
 def curl_command(
     config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, has_chat_template: bool = False
 ) -> str:
-    """The API key is not shown."""
+    """Hide the API key."""
     path, body = example_path_and_body(info, has_chat_template=has_chat_template)
     flags = []
     if config.has_api_keys:
@@ -47,7 +47,7 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """No flags if the system trusts the certificate for this address."""
+    """Empty if the system trusts the certificate for this address."""
     host, flags = base.partition("://")[2].rpartition(":")[0].strip("[]"), []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile
@@ -63,7 +63,7 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """Tries a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
+    """Try a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
     client = ssl.create_default_context(cafile=trust)
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()

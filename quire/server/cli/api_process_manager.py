@@ -40,14 +40,14 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""Consecutive processes of a number that may end without having served; then the server ends."""
+"""The server ends after this many consecutive processes of one number ended without having served."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
 """A process without heartbeats for this long is killed and replaced."""
 _STOPPED_SECONDS = 10.0
-"""So is one stopped for this long."""
+"""A stopped process is killed and replaced after this time."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""How long to wait for the last message of a process that ended."""
+"""Wait for the last message of a process that ended."""
 _BACKOFF_SECONDS = 0.5
 
 
@@ -66,7 +66,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
-    """Raise ConfigError for settings that need one process to know everything."""
+    """Raises ConfigError for settings that need one process to know everything."""
     unshareable = {
         "models": models is not None,
         "enable_lora": config.enable_lora,
@@ -183,7 +183,7 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Returns the last return code. Raises ConfigError or EngineError if too many in a row cannot serve."""
+        """Return the last return code. Raises ConfigError or EngineError if too many in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1
@@ -191,7 +191,7 @@ class ApiProcessManager:
             process = self._processes[number] = self._spawn_process(identity)
             code = await self._wait_for_exit_or_kill_hung(process, channel)
             await asyncio.sleep(_FAILURE_MESSAGE_SECONDS)
-            if self._data is not None:  # first, so that clients waiting for its answers find all of them
+            if self._data is not None:  # first, so that waiting clients find all of its answers
                 await asyncio.to_thread(self._data.processes.remove_process, identity)
             aborted = hub.remove(identity.encode())
             if self._num_signals or not self._client.alive:
@@ -218,7 +218,6 @@ class ApiProcessManager:
         return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
-        """Returns the return code."""
         exited = asyncio.create_task(process.wait_for_exit())
         stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)
         try:
@@ -235,7 +234,7 @@ class ApiProcessManager:
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means to hurry
+            return  # a closing terminal may send several signals; only a repeated Ctrl-C or SIGTERM means to hurry
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if not self._is_ready:

@@ -93,7 +93,7 @@ class BatchClient:
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
-        """Answers come first, then errors."""
+        """Write answers first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):
@@ -109,7 +109,7 @@ class BatchClient:
             raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
     def wait_for_end(self, id: str) -> dict[str, Any]:
-        """Tolerates an unreachable server for a while."""
+        """Tolerate an unreachable server for a while."""
         batch = self.fetch_batch(id)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -136,7 +136,6 @@ class BatchClient:
 
 
 def _run_action(server: BatchClient, args: argparse.Namespace) -> int:
-    """Returns the exit status."""
     if args.action == "list":
         for each in server.list_batches():
             print(_format_batch(each))

@@ -80,7 +80,7 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""Commands in a module with another name."""
+"""Modules that are not named like their commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would flush again at exit
-        if not isinstance(error, BrokenPipeError):  # the reader has closed our output, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes again at exit
+        if not isinstance(error, BrokenPipeError):  # the reader closed our output, as `head` does
             where = "" if error.filename is None else f"{error.filename}: "
             print(f"quire {args.command}: {where}{error.strerror or error}", file=sys.stderr)
         return 1

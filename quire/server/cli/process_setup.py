@@ -17,7 +17,7 @@ from quire.engine.common.errors import ConfigError
 log = logging.getLogger("quire.server")
 
 INTERRUPTED_STATUS = 130
-"""Exit status when told to end at once."""
+"""Exit status when a signal ends the process at once."""
 MIN_OPEN_FILES = 64
 """Server and engine cannot start with fewer."""
 AMPLE_OPEN_FILES = 1024
@@ -34,11 +34,11 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets this number, the lowest free one
+            os.open(os.devnull, os.O_RDWR)  # gets `number`, the lowest free one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack a character of a model's name
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack characters of a model's name
 
 
 def discard_closed_stderr() -> None:
@@ -61,7 +61,7 @@ WatchSignals = Callable[[Callable[[int], None]], AbstractContextManager[None]]
 
 @contextmanager
 def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal` in the running event loop. After the block further signals exit at once."""
+    """Call `on_signal` in the running event loop. After the block, further signals exit at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
@@ -84,11 +84,11 @@ def dump_threads_on_signal() -> None:
 
 
 def _exit_now(number: int, frame: FrameType | None) -> None:
-    os._exit(0)  # in a finalizer Python only reports SystemExit, and the server would continue
+    os._exit(0)  # in a finalizer Python only reports SystemExit, and the server continues
 
 
 def raise_open_file_limit() -> None:
-    """Warns if few connections remain. Raises ConfigError if nothing can start."""
+    """Warn if few connections remain. Raises ConfigError if nothing can start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Errors name these settings if memory is short, but for other reasons too."""
+"""Errors that name one of these may be due to a lack of memory."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Most of what requests hold is freed without the collector. Python's defaults scanned all open objects 34 times, 20 to
-30 ms each, in two rounds of 16 beam searches of 64 beams; these, twice.
+"""Most of what requests hold is freed without the collector. In two rounds of 16 beam searches of 64 beams, Python's
+defaults scanned all open objects 34 times, 20 to 30 ms each; these, twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
 """With Python's default of 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
@@ -112,14 +112,14 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """Planning and HTTP: the engine can start before they are imported."""
+    """Planning and HTTP modules: the engine can start before their import."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
-        """`client`: None: start an engine."""
+        """Without `client`, start an engine."""
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
@@ -145,7 +145,7 @@ class SingleModelHost:
         try:
             async with open_engine_app(self._config, self._client) as app:
                 self._runtime = app.state.server.models.loaded_runtimes[0]
-                self._runtime.workers.start_fork_server()  # so that the first large request need not wait
+                self._runtime.workers.start_fork_server()  # the first large request need not wait for it
                 yield app
         except ConfigError as error:
             if error.param not in _MEMORY_SETTINGS or self._machine is None:
@@ -234,7 +234,7 @@ class ServerRun:
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means to hurry
+            return  # a closing terminal may send several signals; only a repeated Ctrl-C or SIGTERM means to hurry
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
@@ -254,7 +254,7 @@ class ServerRun:
         seconds = time.perf_counter() - self._started
         base = listen_url(host, port, tls=tls is not None)
         self.publish_announcement(self._models.announcement_text(base, seconds, tls))
-        gc.freeze()  # exempts long-lived objects from garbage collection
+        gc.freeze()  # no garbage collection of long-lived objects
         gc.set_threshold(*_GC_THRESHOLDS)
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 

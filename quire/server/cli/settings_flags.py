@@ -42,7 +42,7 @@ COMMON_SETTINGS = (
 
 
 class _HelpAction(argparse.Action):
-    """Exits with status 0. `=all` prints the uncommon flags too."""
+    """Exits with status 0. `=all` also prints the uncommon flags."""
 
     uncommon_actions: list[argparse.Action]
 
@@ -80,8 +80,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Fields go under the title of the first class in `titles` that has them. Others, and flags that the parser has,
-    are left out.
+    """A field goes under the title of the first class in `titles` that has it. Leave out other fields, and flags that
+    the parser has.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
@@ -100,7 +100,7 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Return other arguments, and the settings.
+    """Return the other arguments, and the settings.
 
     `positional` names an argument for the field `model`, `gguf` one for a GGUF file. Exits with status 2 for bad
     values.
@@ -154,8 +154,8 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warns if nothing reads the API keys, or if the process list shows them."""
-    if os.environ.get("VLLM_API_KEY"):  # whoever set it expects the server to require a key
+    """Warn if nothing reads the API keys, or if the process list shows them."""
+    if os.environ.get("VLLM_API_KEY"):  # a user who set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key", "metrics_api_key"):
         if name in flags:
@@ -165,7 +165,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """In the format of vLLM's --config. Raises ConfigError."""
+    """Format of vLLM's --config. Raises ConfigError."""
     import yaml  # a dependency of huggingface_hub
 
     try:
@@ -197,7 +197,7 @@ def bounded_number(
             raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low:g}{most}, got {text}")
         return value
 
-    parse_number.__name__ = kind.__name__  # shown in argparse's error messages
+    parse_number.__name__ = kind.__name__  # argparse's error messages show it
     return parse_number
 
 

@@ -16,11 +16,11 @@ _PLUGIN_FLAGS = {
     "--tool-parser-plugin": "--tool-call-parser",
     "--tool-call-parser-plugin": "--tool-call-parser",
 }
-"""Load a user's parser under a name unknown to Quire."""
+"""These load a user's parser under a name unknown to Quire."""
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""Flags with an object value may come in parts: `--flag.key.key value`."""
+"""A flag with an object value may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
@@ -34,7 +34,7 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Exits with status 2 for unknown flags. Drops flags without effect, with a message."""
+    """Exit with status 2 for unknown flags. Drop flags without effect, with a message."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -109,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Positionals after a dropped flag move before all flags, or an earlier list flag would take them."""
+    """Move positionals after a dropped flag before all flags; otherwise an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,7 +117,9 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """`--flag.key.key value` parts become one JSON object where the first part was, so that it ends an earlier list."""
+    """Merge `--flag.key.key value` parts into one JSON object. It stands where the first part was, so that it ends an
+    earlier list.
+    """
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}
@@ -170,7 +172,7 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Accepts Python's True, False and None. Text that is not JSON is returned unchanged."""
+    """Accept Python's True, False and None. Return text that is not JSON unchanged."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -180,7 +182,7 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Reports them on stderr."""
+    """Report them on stderr."""
     known, rest = parser._option_string_actions, list(argv)
     positionals: list[str] = []
     arguments: list[str] = []
@@ -221,7 +223,7 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
-    """`value_kind`: as in `unsupported_options.ForeignFlag`."""
+    """`value_kind`: see `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))

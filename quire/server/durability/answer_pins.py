@@ -17,7 +17,7 @@ class ResumedCall:
     seen_events: Sequence[int]
     """Event counts; see event_ids.py."""
     attempt: int
-    """Unique; 0 for a background response, which is read from the store."""
+    """Unique; 0 for a background response read from the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ComputeIdentity:
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """The journal's identity of a resumed answer; otherwise `fresh` with a seed, for recomputation.
+    """Return a resumed answer's journaled identity; otherwise `fresh` with a seed for recomputation.
 
     `is_journaled`: tokens are reproducible or all in the journal.
     """
@@ -60,7 +60,7 @@ def _is_resumable(request: GenerationRequest, *, has_key: bool) -> bool:
 
 
 def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
-    """Digest of the weights and of the prompts as the model reads them."""
+    """Digest of the weights, and of the prompts as the model reads them."""
     digest = hashlib.blake2b(identity.weights_fingerprint.encode(), digest_size=12)
     for prompt in request.prompts:
         digest.update(b"%d:" % len(prompt.ids))
@@ -71,13 +71,13 @@ def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
 
 
 def _span_digest_text(span: MediaSpan) -> str:
-    """Input of the journal's digests: the format must not change, whatever our names become."""
+    """Input of the journal's digests: its format must not change, even if our names do."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
 
 def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
-    """Returns fingerprints in the order of computation."""
+    """In the order of computation."""
     pins = resumed.call.pins
     return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())
 
@@ -90,7 +90,7 @@ def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
-    """Why the answer would differ; None if it is the same or continues."""
+    """Return why the answer cannot be resumed; None if it can."""
     pins = resumed.call.pins
     if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"

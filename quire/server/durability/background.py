@@ -1,5 +1,3 @@
-"""Answers that continue without their caller."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,11 +18,11 @@ logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]
 """Owner and id."""
 MAX_ABANDONED = 16
-"""Most answers without a reader, per owner."""
+"""Maximum of answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
-"""Longest wait for an event, per call from another process."""
+"""Longest that another process's call waits for an event."""
 _KEEP_EVENTS_SECONDS = 10.0
-"""How long an ended answer's events are kept for followers in other processes."""
+"""How long an ended answer's events stay for followers in other processes."""
 _TAKEOVER_SECONDS = 5.0
 """How long a follower waits for another process to take over."""
 _POLL_SECONDS = 0.25
@@ -35,12 +33,12 @@ class RunningAnswer:
     writer: AnswerWriter
     close: Callable[[], None]
     events: list[bytes] | None
-    """Events in the order of their sequence numbers; None if the answer cannot be followed."""
+    """By sequence number; None if the answer cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set on new events, then replaced."""
+    """Set on new events, then replaced by a new one."""
     has_ended: bool = False
     can_restart: bool = False
-    """May be answered later; readers then get no error event."""
+    """The answer may be computed later; readers then get no error event."""
     task: asyncio.Task[None] | None = None
 
     def add_events(self, events: bytes) -> None:
@@ -57,7 +55,7 @@ class RunningAnswer:
         self.change_event = asyncio.Event()
 
     async def follow_events(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield events after number `after`."""
+        """`after`: an event number."""
         assert self.events is not None
         next_number = after + 1
         while True:
@@ -73,24 +71,25 @@ class RunningAnswer:
 
 
 class Background:
-    """The answers that run in this process. Requests about others are forwarded to their process."""
+    """Runs answers that continue without their caller. Forwards requests about other answers to the process that runs
+    them.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         for method in (Background.own_so_far, Background.own_events, Background.own_cancelled):
             peers.register_handler(method.__qualname__, method_handler(self, method))
         self._recently_ended: dict[AnswerKey, RunningAnswer] = {}
-        """Answers that are kept for followers in other processes."""
         self._running_answers: dict[AnswerKey, RunningAnswer] = {}
         self._num_abandoned: Counter[str] = Counter()
-        """Number of abandoned answers by owner."""
+        """By owner."""
         self.is_closing = False
 
     def find_running(self, key: AnswerKey) -> RunningAnswer | None:
         return self._running_answers.get(key)
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """JSON; None if no process works on it."""
+        """Return JSON; None if no process runs the answer."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -107,7 +106,7 @@ class Background:
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
-        """Events after number `after`; None if no process works on it."""
+        """Return events after number `after`; None if no process runs the answer."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -117,7 +116,7 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """If the process that works on the answer ends, another process continues it with the same events."""
+        """If the process that runs the answer ends, another one continues it with the same events."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
@@ -174,7 +173,7 @@ class Background:
             finally:
                 running.mark_ended()
                 self._retain_ended_events_for_peers(key, running)
-                if self._running_answers.get(key) is running:  # otherwise it was taken over
+                if self._running_answers.get(key) is running:  # otherwise another request took the answer over
                     del self._running_answers[key]
 
     def _retain_ended_events_for_peers(self, key: AnswerKey, running: RunningAnswer) -> None:
@@ -189,7 +188,7 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Close after `seconds`, or now if the owner has MAX_ABANDONED answers without a reader."""
+        """Close after `seconds`, or now if the owner already has MAX_ABANDONED answers without a reader."""
         owner = key[0]
         if running.has_ended or running.task is None:
             return
@@ -207,7 +206,7 @@ class Background:
         running.task.add_done_callback(release_abandoned)
 
     async def cancel_answer_if_running(self, key: AnswerKey) -> bool:
-        """Waits for its end."""
+        """Wait for the answer's end."""
         running = self._running_answers.get(key)
         if running is None or running.task is None:
             holder = await self._find_other_holder(key)
@@ -219,7 +218,7 @@ class Background:
     # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Events after number `after`: their count, whether the last is among them, and the bytes."""
+        """Return events after number `after`: their count, whether the last one is among them, and their bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

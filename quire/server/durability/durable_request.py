@@ -1,4 +1,4 @@
-"""What of a request is journaled, and how its answer is resumed. The pipeline knows only this interface."""
+"""The pipeline's interface to the journal."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from quire.server.store.progress import CallProgress
 STREAM_ID = "X-Stream-Id"
 """Header of a resumable stream: GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""The fingerprints, in order, of a stream computed by several."""
+"""Fingerprints of everything that computed the stream, in order, if there are several."""
 
 
 class DurableRequest(ABC):
-    """Stations of the pipeline call these methods in this order."""
+    """The pipeline's stations call these methods in this order."""
 
     def __init__(self, request: Request, stream_grace: float) -> None:
-        """`stream_grace`: most seconds that a stream continues without its reader; 0 without a data directory."""
+        """`stream_grace`: maximum seconds that a stream continues without its reader; 0 without a data directory."""
         self._request = request
         self._stream_grace = stream_grace
 
@@ -65,17 +65,17 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
-        """The Idempotency-Key names a stored background response."""
+        """True if the Idempotency-Key names a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """This process repeats the answer; no caller asked for it."""
+        """True if this process repeats the answer without a caller."""
         return False
 
     @property
     def can_restart(self) -> bool:
-        """Any process may restart the background response later."""
+        """True if any process may restart the background response later."""
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
@@ -83,7 +83,7 @@ class DurableRequest(ABC):
 
     @abstractmethod
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
-        """`fresh`, or the journal's identity of a resumed answer. Raises HTTPException and InvalidRequest."""
+        """Return `fresh`, or a resumed answer's journaled identity. Raises HTTPException and InvalidRequest."""
 
     def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
         """Raises InvalidRequest."""
@@ -99,10 +99,10 @@ class DurableRequest(ABC):
         return client.submit(requests, resolved.answer_id)
 
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
-        """Write to the journal before the first event is sent. Closes `running` on failure."""
+        """Write to the journal before the first event is sent. On failure, close `running`."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
-        """Return a writer whose stream events a client can refer to later. The base class returns `writer` itself."""
+        """Return a writer with event ids that a client can resume after. The base class returns `writer` itself."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -115,9 +115,7 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """The events of a stream that continues for `seconds` after its reader leaves, and the function to call when it
-        leaves.
-        """
+        """Return events that continue for `seconds` after their reader leaves, and the function to call then."""
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
@@ -127,21 +125,19 @@ class DurableRequest(ABC):
         """The response is stored with its end; its Idempotency-Key stays known."""
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Raises HTTPException while another request answers it."""
+        """Raises HTTPException while another request computes the answer."""
 
     async def forget_failed_answer(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """The answer failed before any of it was sent: its Idempotency-Key is free again."""
 
     def take_over_error(self) -> HTTPException | None:
-        """Returns the error for readers after another request took over their answer."""
+        """Return the error for readers after another request took over their answer."""
         return still_answering_error() if self.has_idempotency_key else None
 
 
 class NullDurableRequest(DurableRequest):
-    """A request that cannot be resumed."""
-
     def __init__(self, request: Request, stream_grace: float, *, strict: bool) -> None:
-        """`strict`: reject what has no effect."""
+        """`strict`: reject fields and headers without effect."""
         super().__init__(request, stream_grace)
         self._strict = strict
 
@@ -196,7 +192,7 @@ class JournaledRequest(DurableRequest):
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"
         fields = resolved.responses_fields
-        if fields is not None and fields.conversation_id is not None:  # the conversation changes until the next time
+        if fields is not None and fields.conversation_id is not None:  # the conversation changes before a retry
             if self.has_idempotency_key:
                 message = "Idempotency-Key: cannot be combined with a conversation, which each answer changes"
                 raise InvalidRequest(message, param=IDEMPOTENCY_HEADER)
@@ -258,7 +254,7 @@ class JournaledRequest(DurableRequest):
 
     @property
     def _computed_by(self) -> tuple[str, ...]:
-        """The reader may have tokens of any of them."""
+        """The reader may have tokens from any of these."""
         return () if self.resumed is None else all_compute_fingerprints(self.resumed, self._compute())
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:

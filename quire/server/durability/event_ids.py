@@ -1,8 +1,8 @@
-"""Numbers a stream's events, so that a stream can resume at the place where its reader was cut off.
+"""Numbers a stream's events, so that the stream can resume where its reader was cut off.
 
-A resumable request always has the same events: events before the first token, events of each choice, and events at the
-end. An id counts the events of each kind: `chatcmpl-…:1.7.0` follows the only choice's first 7 events. Choices are
-counted separately, because their interleaving may differ the next time.
+A resumable request always has the same events: before the first token, per choice, and at the end. An id counts each
+kind: `chatcmpl-…:1.7.0` follows the first 7 events of the only choice. Choices are counted separately, because their
+interleaving may differ the next time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
-    """The call's id and its counts; None if it is not an event id."""
+    """Return the call's id and its counts; None if it is not an event id."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 
 
 class EventIdWriter(AnswerWriter):
-    """Adds ids to another writer's events and drops events that the reader has seen."""
+    """Adds ids to another writer's events, and drops events that the reader has seen."""
 
     MEDIA_TYPE: ClassVar[bytes]
 
@@ -42,16 +42,17 @@ class EventIdWriter(AnswerWriter):
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
         """`is_journaled_step`: True while steps repeat journaled tokens; None if tokens are reproducible. Otherwise
-        Conflict is raised after the journal's steps if the reader has seen more events: they might differ.
+        raise Conflict if the reader has seen more events than the journal's steps make, because later ones might
+        differ.
         """
         self._writer = writer
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """By kind. `_kind_count` holds the current one: a list touches more memory per token."""
+        """By kind. `_kind_count` holds the current kind's: a list touches more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
-        """The current kind, the number of its events, and how many of them the reader has seen."""
+        """The current kind, its number of events, and how many the reader has seen."""
         self._event_template = b""
         """Bytes format of a count and an event."""
         self._text_event_template: bytes | None = None
@@ -106,7 +107,7 @@ class EventIdWriter(AnswerWriter):
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
 
     def error_event(self, error: Exception) -> bytes:
-        """It has no id: the stream can be resumed after it."""
+        """Without an id: the stream can be resumed after the error."""
         return self._writer.error_event(error)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
@@ -125,7 +126,7 @@ class EventIdWriter(AnswerWriter):
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 
     def _switch_event_kind(self, kind: int) -> None:
-        """While a choice has sent less than its reader has already seen, ids carry the reader's counts."""
+        """While a choice has sent fewer events than its reader has seen, ids carry the reader's counts."""
         self._sent_counts[self._kind] = self._kind_count
         self._kind = kind
         self._kind_count = self._sent_counts[kind]

@@ -1,5 +1,5 @@
-"""What outlives the process with --data-dir. One of several API processes leads: it runs batches and takes up what
-others left.
+"""Data that outlives the process (--data-dir). One of several API processes leads: it runs batches and resumes what
+ended processes left.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""Asks for a ProcessStatus, as msgpack."""
+"""The reply is a ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
-"""Between checks for work that other processes left."""
+"""Between checks for work of ended processes."""
 _SWEEP_SECONDS = 0.5
 """Between deletions of due data."""
 _SWEEP_PAUSE_SECONDS = 0.02
-"""While there is more to delete: others use the disk too."""
+"""While more is due: others use the disk too."""
 _POLL_ALONE_SECONDS = 2.0
-"""Poll interval of the only process, which just checks whether the disk can be written."""
+"""For a single process, which only checks whether the disk can be written."""
 
 
 @dataclass(slots=True)
@@ -55,18 +55,18 @@ class Persistence:
     resumable_calls: ResumableCalls
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
-    """Status at the last `refresh_status`."""
+    """As of the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
-    """Owner and id of each background response to restart."""
+    """(owner, id) of each background response to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Schedules the restart of a background response after its engine is gone or its model was unloaded. If this
-        process ends, another process restarts the response.
+        """Restart a background response after its engine is gone or its model was unloaded. If this process ends first,
+        another one restarts the response.
         """
         self.unfinished_responses.add((owner, id))
 
     async def refresh_status(self) -> DataDirStatus:
-        """The status covers all processes."""
+        """Covers all processes."""
         counts = {
             **self.batch_runner.result_counts,
             OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
@@ -89,7 +89,9 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """None without data_dir. `link`: to the process that has it. `connect`: see Database. Raises ConfigError."""
+    """Return None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises
+    ConfigError.
+    """
     if config.data_dir is None:
         return None
     if link is not None:
@@ -109,7 +111,7 @@ async def open_persistence(
     clients: Callable[[], list[EngineClient]],
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
-    """`clients` is explained in BatchRunner. At the end each part stops where it is, and the next process continues."""
+    """`clients`: see BatchRunner. At the end each part stops where it is, and the next process continues."""
     batches = BatchRunner(app, data, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
     persistence = Persistence(data, batches, streams, peers)
@@ -135,8 +137,8 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resume the last process's batches and background responses; the application must answer already. Among several
-    processes the leader repeats this.
+    """Resume the last process's batches and background responses. The application must already answer requests. Among
+    several processes the leader repeats this.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
 
@@ -148,7 +150,7 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
                 return await _restart_response(persistence, app, tenants, owner, id)
             except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
                 log.error("the response %s cannot be regenerated now; retrying: %s", id, error)
-            except Exception:  # must not affect other responses
+            except Exception:  # one response must not affect others
                 return log.exception("the response %s cannot be regenerated now; the next start tries again", id)
         await asyncio.sleep(RETRY_SECONDS)
         persistence.unfinished_responses.add((owner, id))
@@ -185,7 +187,7 @@ async def _sweep_forever(persistence: Persistence) -> None:
 
 
 async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
-    """A response that cannot restart has failed; one with an unknown API key stays pending. Raises Overloaded,
+    """Mark a response that cannot restart as failed; leave one with an unknown API key pending. Raises Overloaded,
     HTTPException or the disk's error if it may restart later.
     """
     if (tenant := tenants.find_by_digest(owner)) is None:

@@ -1,4 +1,4 @@
-"""A resumed stream is its call's POST, with the journal's body."""
+"""Resumes a stream by replaying its call's POST with the journal's body."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
 
 class ResumptionMiddleware:
     """Handles a POST with Last-Event-ID as a GET of the stream, without reading its body: some clients can only repeat
-    the POST. Releases the Idempotency-Key when a request ends.
+    the POST. When a request ends, releases its Idempotency-Key.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,8 +1,8 @@
 """Resumable streams and Idempotency-Key.
 
-A call is journaled (store/journal.py) before its first event is sent, its tokens a moment later. When repeated, here or
-in the next process, it is computed with the same id, seed and time: its events are the same to the byte, and seen ones
-are dropped.
+A call is journaled (store/journal.py) before its first event is sent, its tokens a moment later. A repetition, here or
+in the next process, computes it with the same id, seed and time. Its events are the same to the byte, and those already
+seen are dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from quire.server.store.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"
-"""Scope key of the ResumedCall."""
+"""Its value is a ResumedCall."""
 CLAIMS_SCOPE_KEY = "quire.claims"
-"""Scope key of the request's list of Claims."""
+"""Its value is the request's list of Claims."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
@@ -51,20 +51,20 @@ _CLAIM_POLL_SECONDS = 0.05
 _SAVE_INTERVAL_SECONDS = 1.0
 """Unsaved tokens are recomputed."""
 _SAVES_PER_LOGGED_CALL = 5
-"""Calls in the write-ahead log join each fifth save: only a power cut loses the difference."""
+"""Calls in the write-ahead log join every fifth save; only a power cut loses their unsaved tokens."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""While the store is unreachable."""
+"""Apply while the store is unreachable."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Between API processes: stop answering a call; whether it is answered."""
+"""Requests between API processes: stop answering a call; is it being answered?"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """An Idempotency-Key before its request is journaled, or a call before it is resumed."""
+    """Claims an Idempotency-Key until its request is journaled, or a call until it is resumed."""
 
     owner: str
     name: str
-    """The key or the call's id."""
+    """The key, or the call's id."""
     expires_at: float
     """`time.monotonic()`."""
     attempt: int = 0
@@ -79,24 +79,23 @@ class RunningCall:
     close_generation: Callable[[], None] | None = None
     """None after its end."""
     num_saved_tokens: int = 0
-    """Tokens in the journal."""
     num_skipped_saves: int = 0
-    """Since its last save."""
+    """Since the last save."""
     log_number: int = 0
-    """The first choice's number in the write-ahead log."""
+    """Number of the first choice in the write-ahead log."""
     is_stored_response: bool = False
     """See `mark_stored_unfinished`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark_ended(self) -> None:
         self.ended_event.set()
-        self.close_generation = None  # breaks the reference cycle, so that no garbage collection is needed
+        self.close_generation = None  # breaks the reference cycle to avoid garbage collection
 
 
 class ResumableCalls:
     def __init__(self, calls: Calls, grace_seconds: float, peers: Peers, write_ahead_log: WriteAheadLog | None) -> None:
-        """`grace_seconds`: how long a stream without a reader stays resumable. `write_ahead_log`: without one, a kill
-        loses up to a second of sent tokens.
+        """`grace_seconds`: how long a stream without a reader stays resumable. Without `write_ahead_log`, a kill loses
+        up to a second of sent tokens.
         """
         self._write_ahead_log = write_ahead_log
         self._calls = calls
@@ -106,18 +105,17 @@ class ResumableCalls:
         self._grace_seconds = grace_seconds
         self._running: dict[tuple[str, str], RunningCall] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
-        """Claims by owner and key."""
+        """By (owner, key)."""
         self._pending_attempts: set[int] = set()
-        """Claimed, not yet begun."""
+        """Attempts claimed but not yet begun."""
         self._abandon_tasks: set[asyncio.Task[None]] = set()
         self.num_resumed = 0
         self._save_future: asyncio.Future[None] | None = None
-        """The running journal write."""
         self._save_task = asyncio.create_task(self._save_progress_forever())
 
     @property
     def has_write_ahead_log(self) -> bool:
-        """If True, each token is in the journal before it is sent."""
+        """If True, each token is logged before it is sent."""
         return self._write_ahead_log is not None
 
     @property
@@ -145,8 +143,8 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """Take over a call and its tokens; its claim goes into `claims`. Concurrent attempts wait until the one before
-        has begun. Raises HTTPException after CLAIM_SECONDS.
+        """Take over a call and its tokens, and append its claim to `claims`. Concurrent attempts wait until the one
+        before has begun. Raises HTTPException after CLAIM_SECONDS.
         """
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
         claim = partial(self._calls.try_claim_call, owner, call.pins.id, self._peers.process_name, attempt)
@@ -165,7 +163,7 @@ class ResumableCalls:
         return ResumedCall(call, seen, attempt)
 
     async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
-        """Stops the call in the process that answers it, and returns it with its current tokens."""
+        """Stop the call in the process that answers it, and return it with its current tokens."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
         if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:
@@ -186,7 +184,7 @@ class ResumableCalls:
             if self._save_future is not None:
                 await asyncio.wait({self._save_future})
             note = ProgressUpdate(owner, id, progress, clock.time() + running.retention_seconds, is_complete=True)
-            with suppress(sqlite3.OperationalError, OSError):  # the write-ahead log has it
+            with suppress(sqlite3.OperationalError, OSError):  # the write-ahead log has the tokens
                 await asyncio.to_thread(self._calls.update_progress, [note], self._peers.process_name)
         return msgspec.msgpack.encode(progress)
 
@@ -200,7 +198,7 @@ class ResumableCalls:
     async def claim_key_or_resume(
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
-        """The call with this Idempotency-Key; None if the key is new or absent.
+        """Return the call with this Idempotency-Key; None if the key is new or absent.
 
         Raises HTTPException if the key is invalid, another request's, or being answered.
         """
@@ -219,7 +217,7 @@ class ResumableCalls:
             return None  # `journal_call` or the request's end releases the claim
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
-        if call.pins.background:  # it may have to be started, so the claim stays
+        if call.pins.background:  # the call may have to be started, so the claim stays
             return ResumedCall(call, (), attempt=0)
         self.release_claims([claim])
         if not stream:
@@ -232,7 +230,7 @@ class ResumableCalls:
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
             return
-        # It holds the call until its end is saved, after the caller has the answer.
+        # That process holds the call until its end is saved, after the caller has the answer.
         if await self._peers.ask_peer(holder, _IS_ANSWERING_TOPIC, msgspec.msgpack.encode((owner, id))) is not None:
             raise still_answering_error()
 
@@ -247,7 +245,7 @@ class ResumableCalls:
                 task.add_done_callback(self._abandon_tasks.discard)
 
     async def _abandon_claim(self, claim: Claim) -> None:
-        with suppress(sqlite3.OperationalError):  # the process with the store does not answer
+        with suppress(sqlite3.OperationalError):  # the process that owns the store does not answer
             await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
     async def journal_call(
@@ -260,8 +258,8 @@ class ResumableCalls:
         running: RunningGeneration[Generation],
         outputs: ResumableOutputs | None,
     ) -> None:
-        """The journal follows `outputs` until `running` is closed, which a failure does too. `outputs`: None for beam
-        search, which has no tokens before its end.
+        """Follow `outputs` in the journal until `running` is closed; a failure closes it too. `outputs` is None for
+        beam search, which has no tokens before its end.
         """
         progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
@@ -288,7 +286,7 @@ class ResumableCalls:
             if not await self._put_call_with_retries(owner, call, ends):
                 raise still_answering_error()  # another process got the same request
         except sqlite3.OperationalError as error:
-            if key is not None and resumed is None:  # otherwise it could be answered twice
+            if key is not None and resumed is None:  # otherwise the request could be answered twice
                 running.close()
                 raise
             log.error(
@@ -307,7 +305,7 @@ class ResumableCalls:
                 outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
-        """Calls.put is idempotent. A stream waits while the store's process is replaced."""
+        """A stream waits here while the store's process is replaced. Calls.put is idempotent."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
                 return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
@@ -315,7 +313,7 @@ class ResumableCalls:
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
     def mark_stored_unfinished(self, owner: str, id: str) -> None:
-        """Until `forget_call`, no other process takes the response for abandoned."""
+        """Until `forget_call`, no other process considers the response abandoned."""
         if (running := self._running.get((owner, id))) is not None:
             running.is_stored_response = True
 
@@ -361,7 +359,7 @@ class ResumableCalls:
                 count - running.num_saved_tokens > running.num_saved_tokens // 8
                 or ended
                 or ((is_compacting or last) and count > running.num_saved_tokens)
-            ):  # otherwise a long answer is rewritten over and over
+            ):  # otherwise a long answer is rewritten repeatedly
                 ends = now + (running.retention_seconds if ended else _MAX_RUNNING_SECONDS)
                 answered = ended and not running.is_stored_response
                 notes.append(ProgressUpdate(owner, id, running.progress.copy(), ends, answered))
@@ -373,7 +371,7 @@ class ResumableCalls:
                 asyncio.to_thread(self._calls.update_progress, notes, self._peers.process_name)
             )
             await asyncio.shield(self._save_future)
-        for owner, id, running in ended_calls:  # until now only this process had their progress
+        for owner, id, running in ended_calls:  # until now only this process had the calls' progress
             if self._running.get((owner, id)) is running:
                 del self._running[owner, id]
         if is_compacting and self._write_ahead_log is not None:

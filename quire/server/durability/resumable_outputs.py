@@ -18,10 +18,10 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number`: the first choice's. `position`: index in the choice."""
+        """`number` is the first choice's. `position` counts tokens in the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Flattened triples: choice number, position, token id."""
+        """`rows`: flattened (choice number, position, token id)."""
 
 
 class ResumableOutputs(WrappedOutputs):
@@ -36,8 +36,8 @@ class ResumableOutputs(WrappedOutputs):
         *,
         splits_tokens: bool,
     ) -> None:
-        """`splits_tokens`: return each token separately, so that events are reproducible. Raises EngineError if the
-        engine is gone.
+        """`splits_tokens`: return tokens one by one, so that events are reproducible. Raises EngineError if the engine
+        is gone.
         """
         self.progress = progress
         self._splits_tokens = splits_tokens
@@ -83,7 +83,7 @@ class ResumableOutputs(WrappedOutputs):
         return self._needs_engine
 
     def record_versions(self) -> dict[str, Versions]:
-        """Earlier tokens count as computed by the current weights."""
+        """Count earlier tokens as computed by the current weights."""
         versions = super().record_versions()
         for request_id, index in self._index_by_id.items():
             add_tokens(versions.setdefault(request_id, []), self.weights_version, self._known_counts[index])
@@ -115,7 +115,7 @@ class ResumableOutputs(WrappedOutputs):
                 yield [single]
 
     def _record_first_cached_tokens(self, output: EngineCoreOutput) -> int:
-        """Cached prompt tokens in the first attempt, as its caller got them."""
+        """Return the cached prompt tokens that the first attempt reported."""
         cached_counts, index = self.progress.cached, self._index_by_id[output.id]
         if cached_counts[index] < 0:
             cached_counts[index] = output.cached_tokens
@@ -123,7 +123,7 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
-        """Journal tokens after the first `known_counts` of each choice, and all later ones."""
+        """Journal each choice's tokens after its first `known_counts`."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]
@@ -147,18 +147,20 @@ class ResumableOutputs(WrappedOutputs):
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """What need not be recomputed. The journal has no log probabilities, so `needs_logprobs` recomputes everything."""
+    """Return what need not be recomputed. The journal has no log probabilities, so `needs_logprobs` recomputes
+    everything.
+    """
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
     if needs_logprobs:
         return CallProgress([[] for _ in range(num_choices)], list(earlier.cached), [None] * num_choices)
-    if not earlier.ends:  # older journals have no ends: the last token, which brings the end, is recomputed
+    if not earlier.ends:  # older journals have no ends: recompute the last token, which brings the end
         return CallProgress([ids[:-1] for ids in earlier.ids], list(earlier.cached), [None] * num_choices)
     return earlier.copy()
 
 
 def _split_into_single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """The first keeps the prompt's fields, the last the finish."""
+    """The first output keeps the prompt's fields, the last one the finish."""
     logprobs = output.logprobs
     singles = [
         EngineCoreOutput(output.id, [id], None if logprobs is None else [logprobs[at]])

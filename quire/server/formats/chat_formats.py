@@ -1,4 +1,4 @@
-"""Chooses how to read answers: by flag, from the chat template's rendering, or by its text."""
+"""Chooses how to read answers: by flag, from the chat template's rendering, or from its text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
-"""Used if the template does not support tools."""
+"""For templates without tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ChatFormats:
     tools_source: str = ""
     thinking_switch: ThinkingSwitch = NO_SWITCH
     reads_code_blocks: bool = False
-    """Code blocks with calls are calls if the model decides whether to call."""
+    """If the model decides whether to call, calls in code blocks count."""
 
     @classmethod
     def from_config(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
@@ -76,7 +76,7 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
-    """Returns the format, its source in words, and whether the template describes it to the model."""
+    """Return the format, its source in words, and whether the template describes it to the model."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
@@ -99,7 +99,7 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
-    """Prefers markers that the template renders over markers that its text merely contains."""
+    """Prefer markers that the template renders over markers that its text merely contains."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:
@@ -119,7 +119,7 @@ def _build_content_delimiters(turn: AssistantTurnForm | None, tools: ToolFormat 
         return None
     form = tools if isinstance(tools, CallForm) else None
     if not turn.content_begin.strip():
-        # If calls begin with the turn's end, the parser must see that special token.
+        # If calls begin with the turn's end, the parser needs that special token.
         tag = TAG.search(turn.end)
         shown = tag is not None and form is not None and tag[0] in form.opening
         return ContentDelimiters("", (), (), (turn.end.strip(),), "") if shown else None

@@ -32,9 +32,9 @@ class RequestMessageFormat:
     """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Tools that the caller declared as custom: the input is the only argument."""
+    """Tools that the caller declared as custom: the input is their only argument."""
     allows_parallel_calls: bool = True
-    """False: keep only the first call."""
+    """If False, only the first call is kept."""
     calls_only: bool = False
     """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None
@@ -91,8 +91,8 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """`offsets` are token starts in the answer. `final` emits held-back text. `complete`: the model itself ended
-        the answer.
+        """`offsets`: token starts in the answer. `final` emits held-back text. `complete`: the model itself ended the
+        answer.
         """
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()
@@ -107,6 +107,6 @@ class AssistantMessageParser:
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Becomes "tool_calls" if the answer stopped by itself and all calls are complete."""
+        """ "tool_calls" if the answer stopped by itself and all calls are complete."""
         whole = self._tool_parser is not None and self._tool_parser.all_complete
         return "tool_calls" if reason == "stop" and whole else reason

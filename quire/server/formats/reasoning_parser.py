@@ -20,10 +20,12 @@ class ReasoningFormat:
     generation_prompt: str = ""
     """Set if the prompt's end is repeated before each part of an answer: <|start|>assistant."""
     later_begin: str = ""
-    """Start of later spans if not `begin`."""
+    """Start of later spans, if other than `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """True if the prompt opens thinking, False if it forbids it by an empty one, None if the model decides."""
+        """True if the prompt opens thinking; False if it has an empty thinking, which forbids it; None if the model
+        decides.
+        """
         text = prompt.rstrip()
         if text.endswith(self.begin):
             return True
@@ -41,11 +43,11 @@ REASONING_FORMATS = (
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("think", "<think>", "</think>"),
 )
-"""Names are --reasoning-parser's. The first with its end mark in the chat template is chosen."""
+"""Names are those of --reasoning-parser. "auto" takes the first whose end mark is in the chat template."""
 
 
 def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
-    """The choice "auto" goes by the template; "none" returns None."""
+    """ "auto" goes by the template; "none" returns None."""
     for row in REASONING_FORMATS:
         if row.end in template if choice == "auto" else row.name == choice:
             return row
@@ -55,7 +57,7 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int | None, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
+    """Return None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
     if tokens is None or tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None
@@ -72,7 +74,7 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    """Id of the marker's token, or of the special token it starts with. None if there is neither."""
+    """Id of the marker's token, or of the special token that starts it; None if there is neither."""
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
@@ -122,7 +124,7 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """Returns new reasoning and new content. `offsets`: start positions of the text's tokens in the answer."""
+        """Return new reasoning and new content. `offsets`: start positions of the text's tokens in the answer."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)
@@ -155,7 +157,7 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Consumes the next span's mark. False if there is none."""
+        """Consume the next span's mark. False: there is none."""
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""
@@ -178,7 +180,7 @@ class ReasoningParser:
             yield
 
     def _stream_characters_as_content(self, count: int) -> str:
-        """Returns the last of the characters."""
+        """Return the last character."""
         text = self._source.take_text(count)
         self._add_content(text)
         self._count_and_reset_taken_text()
@@ -235,7 +237,7 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
-        """Drops white space at both ends of a span's thinking."""
+        """Drop whitespace at both ends of a span's thinking."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()

@@ -1,4 +1,4 @@
-"""Resolves a JSON schema's types and subschemas. Call readers and grammars share it, so that they agree on types."""
+"""Resolves a JSON schema's types and subschemas. Call readers and grammars share it to agree on types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANY_TYPE = "any"
 MAX_NODES = 500
 """Schemas visited per value. Beyond this, any type is allowed."""
 MAX_DEPTH = 40
-"""Schemas nested through combining keywords and references. Beyond this, any type is allowed."""
+"""Nesting through combining keywords and references. Beyond this, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -37,7 +37,7 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""Imply the type if `type` is missing."""
+"""Implied if `type` is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A schema, with the document for its references."""
+    """A schema, with the document that its references point into."""
 
     schema: Any
     document: Any
@@ -69,7 +69,7 @@ class SchemaNode:
         return cls(schema, schema)
 
     def variants(self) -> list[TypeVariant]:
-        """Never empty: a schema that allows nothing is taken to allow anything."""
+        """Never empty: a schema that allows nothing counts as allowing anything."""
         return _VariantResolver(self.document).resolve_variants(self.schema, frozenset())
 
     def variant_types(self) -> frozenset[str]:
@@ -85,7 +85,7 @@ class SchemaNode:
             if name in known:
                 schemas.append(known[name])
                 continue
-            # Patterns are not matched: a caller's pattern could take for ever.
+            # Patterns are not matched: a caller's pattern could take forever.
             rest = [*_mapping_or_empty(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)
@@ -107,7 +107,7 @@ class SchemaNode:
         return self._any_of_node(schemas)
 
     def standalone_schema(self) -> Any:
-        """Includes all definitions that the schema refers to."""
+        """Include all definitions that the schema refers to."""
         return _SchemaExtractor(self.document).extract_schema(self.schema)
 
     def _object_schemas(self) -> Iterator[Mapping[str, Any]]:
@@ -148,7 +148,7 @@ class _VariantResolver:
 
 
 def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
-    """Ignores the keywords that combine schemas."""
+    """Ignore keywords that combine schemas."""
     types = schema.get("type")
     names = [one for one in (types if isinstance(types, list) else [types]) if one in JSON_TYPES]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -171,7 +171,7 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
 
 
 def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant]) -> list[TypeVariant]:
-    """If the sides have nothing in common, returns the more specific side."""
+    """If the sides have nothing in common, return the more specific side."""
     shared = []
     for one in left:
         for other in right:
@@ -250,7 +250,7 @@ class _SchemaExtractor:
 
     def _rename_reference(self, reference: str) -> str:
         if resolve_reference(reference, self._document) is None:
-            return reference  # the grammar compiler will report it
+            return reference  # the grammar compiler reports it
         if reference not in self._name_by_reference:
             self._name_by_reference[reference] = f"schema{len(self._name_by_reference)}"
             self._pending_references.append(reference)
@@ -258,7 +258,7 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
-    """None if it leads nowhere."""
+    """None if the reference leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])

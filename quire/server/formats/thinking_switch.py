@@ -39,9 +39,9 @@ class ThinkingSwitch:
     on_variables: Mapping[str, Any] = field(default_factory=dict)
     """Empty if thinking is the default."""
     off_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Empty if it is off by default or cannot be switched."""
+    """Empty if thinking is off by default or cannot be switched."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The template's word for each of the APIs', by variable."""
+    """By variable: the template's word for each of the APIs' words."""
     is_switchable: bool = False
 
     @classmethod
@@ -65,7 +65,7 @@ class ThinkingSwitch:
             default, thinks, not_ = (_try_render(renderer, one) for one in ({}, {name: on}, {name: off}))
             if None in (thinks, not_) or thinks == not_:
                 continue
-            if name in EFFORT_VARIABLES:  # it replaces a request's effort
+            if name in EFFORT_VARIABLES:  # the variable replaces a request's effort
                 return cls({} if default != not_ else {name: on}, {name: off}, is_switchable=True)
             return cls(
                 {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, is_switchable=True
@@ -98,7 +98,7 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
-    """The nearest accepted word, of two the greater."""
+    """The nearest accepted word; of two, the greater."""
     accepted = [
         word
         for word in EFFORT_WORDS

@@ -1,1 +1,1 @@
-"""Runs resolved calls through the engine and turns its outputs into the bytes of answers."""
+"""Runs resolved requests through the engine, and turns its outputs into the bytes of answers."""

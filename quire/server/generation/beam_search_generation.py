@@ -1,4 +1,4 @@
-"""Beam search over the engine client; engine/text/beams.py has the rule.
+"""Beam search over the engine client; the rule is in engine/text/beams.py.
 
 Each step requests one more token of every beam. The prefix cache holds the rest, so a step costs about one token per
 beam.
@@ -92,7 +92,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """The n best hypotheses, best first; after a cancellation, the best so far."""
+        """Return the n best hypotheses, best first; after a cancellation, the best so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)
@@ -114,7 +114,7 @@ class BeamSearchGeneration(Generation):
     async def _request_next_tokens(
         self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
     ) -> list[EngineCoreOutput]:
-        """After a close or cancellation there are fewer outputs than beams."""
+        """After a close or cancellation, return fewer outputs than beams."""
         request = self.request
         num_alternatives = max(2 * request.params.n, request.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)

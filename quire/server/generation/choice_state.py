@@ -1,5 +1,3 @@
-"""Turns the engine's outputs of one choice into deltas."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -22,7 +20,7 @@ class AnswerToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprob: TokenLogprob | None
     offset: int
-    """Offset in the choice's text, in characters."""
+    """In characters of the choice's text."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
@@ -32,13 +30,13 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string, or the id out of stop_token_ids."""
+    """The stop string, or the id from stop_token_ids."""
     token_ids: Sequence[int] = ()
     """Tokens since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
-    """Set only in a choice's first delta."""
+    """Only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """Set only in a choice's first delta; the first token has None."""
+    """Only in a choice's first delta; None for the first token."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
@@ -54,10 +52,10 @@ class ChoiceState:
         """Prompt tokens that could have been cached; None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
-        """Set by the generation, as are `end_reason` and the two times."""
+        """The generation sets this, `end_reason` and the two times."""
         self.end_reason = ""
         self.first_token_time: float | None = None
-        """`time.monotonic()`, as is `last_token_time`."""
+        """`time.monotonic()`, like `last_token_time`."""
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
@@ -65,9 +63,7 @@ class ChoiceState:
         self._text_stream = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=prompt.ids,
-            stop=params.stop
-            if request.message_format is None
-            else (),  # in messages, MessageDeltaStream looks for them
+            stop=params.stop if request.message_format is None else (),  # MessageDeltaStream applies them to messages
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             shown_ids=frozenset()
@@ -82,7 +78,7 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
-        """All deltas except the last hold only text."""
+        """All deltas except the last have only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
@@ -92,14 +88,13 @@ class ChoiceState:
         self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._pending_logprobs: deque[TokenLogprob] = deque()
         self._echoed_text = (prompt.text or "") if request.echo else ""
-        """The prompt; empty if it is not echoed."""
         self._pending_ids: list[int] | None = [] if request.return_token_ids else None
         self._prompt_ids = prompt.ids if request.return_token_ids else None
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
-        """Return None if there is nothing to show yet."""
+        """None: nothing to show yet."""
         output, repeats = self._cut_echo_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
@@ -125,7 +120,7 @@ class ChoiceState:
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
-        # A token without text, such as part of a character, makes a delta too: clients time tokens by chunks.
+        # A token without text, such as part of a character, also makes a delta: clients time tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
             return None
@@ -158,7 +153,7 @@ class ChoiceState:
         self.prefix_report = output.prefix or self.prefix_report
 
     def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
-        """Tokens that start in the delta's text. Empty if no log probabilities were requested."""
+        """Return tokens that start in the delta's text; none unless log probabilities were requested."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
@@ -201,7 +196,7 @@ class ChoiceState:
 
 
 def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
-    """Keep `top` alternatives: the engine reports as many as any part of the request needs."""
+    """The engine reports as many alternatives as any part of the request needs."""
     return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 
@@ -218,7 +213,7 @@ class RepetitionDetector:
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
         """Cut the output after the token that completes a repetition; True if there is one.
 
-        A token that ends the answer anyway is not checked: it keeps its own finish reason.
+        A token that ends the answer anyway is not checked, and keeps its own finish reason.
         """
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
@@ -240,5 +235,5 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """Compares each of the last `length` tokens to the one `period` before it, if that is among them too."""
+    """Compare each of the last `length` tokens to the one `period` before it, if that is also among them."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

@@ -9,7 +9,7 @@ from quire.server.generation.resolved_request import ResolvedRequest
 
 
 def with_deadlines(outputs: OutputSource, request: ResolvedRequest) -> OutputSource:
-    """The outputs end with Timeout or QueueTimeout when a deadline passes."""
+    """When a deadline passes, the outputs end with Timeout or QueueTimeout."""
     if request.timeout is None and request.queue_timeout is None:
         return outputs
     return OutputsWithDeadlines(outputs, timeout=request.timeout, queue_timeout=request.queue_timeout)
@@ -17,7 +17,7 @@ def with_deadlines(outputs: OutputSource, request: ResolvedRequest) -> OutputSou
 
 class OutputsWithDeadlines(WrappedOutputs):
     def __init__(self, outputs: OutputSource, *, timeout: float | None, queue_timeout: float | None) -> None:
-        """Deadlines are seconds from now; None: no deadline."""
+        """Deadlines are seconds from now; None: unlimited."""
         super().__init__(outputs)
         loop = asyncio.get_running_loop()
         self._timeout_timer = self._queue_timer = None

@@ -82,7 +82,7 @@ def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
 
 class DeltaSink(Protocol):
     def can_take_step(self) -> bool:
-        """If False, the reader of the stream gets the step."""
+        """If False, the stream's reader gets the step."""
 
     def take_step(self, step: list[ChoiceDelta]) -> None: ...
 
@@ -108,15 +108,15 @@ class Generation(ABC):
         """
 
     def attach_sink(self, sink: DeltaSink) -> None:  # noqa: B027 - nothing, where a step is not made at once
-        """Let the sink take what arrives while the reader waits, to save wake-ups. Call between two steps."""
+        """The sink takes what arrives while the reader waits, to save wake-ups. Call between two steps."""
 
     @abstractmethod
     def close(self) -> None:
-        """Abort what still runs; `deltas` ends. Idempotent."""
+        """Abort all unfinished requests, and end `deltas`. Idempotent."""
 
     @property
     def choice_ends(self) -> list[tuple[int, str]]:
-        """Token count and end reason of each choice; "" if it has not ended."""
+        """(token count, end reason) of each choice; "" if it has not ended."""
         return [(choice.completion_tokens, choice.end_reason) for choice in self._choices]
 
     @property
@@ -127,7 +127,7 @@ class Generation(ABC):
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Weights of the last token so far."""
+        """Weights that computed the latest token."""
 
     @property
     def usage(self) -> Usage:
@@ -158,7 +158,7 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """Returns, for each prompt, the answers with the highest mean log probability per token, renumbered."""
+        """Return each prompt's answers with the highest mean log probability per token, renumbered."""
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
@@ -170,7 +170,7 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """After a prompt's last choice, counts the prompt too."""
+        """After a prompt's last choice, also count the prompt."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(

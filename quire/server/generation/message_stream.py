@@ -14,13 +14,13 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Number of characters at the answer's end that are searched for a stop string. Content ends at the stop string, except
-for text that parsers hold back.
+"""Characters at the answer's end that are searched for a stop string. Content ends at the stop string, except for text
+that parsers hold back.
 """
 
 
 class MessageDeltaStream:
-    """With stop strings, it reads token by token, so that the end does not depend on how tokens are grouped."""
+    """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
         """`text` must have no stop strings."""
@@ -30,10 +30,10 @@ class MessageDeltaStream:
         self._stop_strings = StopStringMatcher(params.stop, include=self._include_stop) if params.stop else None
         self._unsearched_tokens = params.min_tokens
         self._has_dropped_calls = False
-        """Tool calls after a stop string were parsed but left out."""
+        """Tool calls after a stop string were dropped."""
         self._raw_tail = ""
         self._text_length = 0
-        """Length in characters."""
+        """In characters."""
         self._decided_length = 0
         """Characters that cannot begin a stop string."""
         self._pending_offsets: list[int] = []
@@ -70,7 +70,7 @@ class MessageDeltaStream:
     def _push_token(
         self, delta: TextDelta, stops: StopStringMatcher, output: EngineCoreOutput
     ) -> tuple[MessageDelta, str | None]:
-        """Returns the stop string that the token completes, if any."""
+        """Also return the stop string that the token completes."""
         tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
         self._unsearched_tokens -= tokens

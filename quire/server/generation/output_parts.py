@@ -1,4 +1,4 @@
-"""Parts of an answer (reasoning, text, tool calls) in order, and whole answers collected from deltas."""
+"""Ordered parts of an answer (reasoning, text, tool calls), and whole answers collected from deltas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 MAX_LOGPROBS = 2**20
 """Per whole answer, or per stream that repeats them at its end; about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
-"""Limit for all answers together."""
+"""For all answers together."""
 
 
 PartKind = Literal["reasoning", "text", "call"]
@@ -22,14 +22,14 @@ PartKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True, eq=False)
 class OutputPart:
-    """A content block of Anthropic, an item of OpenAI's Responses API."""
+    """Anthropic's content block, or an item of OpenAI's Responses API."""
 
     kind: PartKind
     call_id: str = ""
     function_name: str = ""
     text_pieces: list[str] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
-    """Tokens of the text, if log probabilities were requested."""
+    """Set if log probabilities were requested."""
 
     @property
     def text(self) -> str:
@@ -41,14 +41,14 @@ class OutputParts:
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
         self._pending_tokens: list[AnswerToken] = []
-        """Their text has not come yet."""
+        """Tokens whose text has not come yet."""
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
-        """Yield the delta's pieces with their parts. A new part ends the one before."""
+        """Yield (part, piece). A new part ends the one before."""
         continued = 0
         while (
             continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None
-        ):  # rest of a call that text follows
+        ):  # the rest of a call that precedes text
             yield self._append_piece(self.parts[-1], delta.tool_calls[continued].arguments)
             continued += 1
         if delta.reasoning:
@@ -99,7 +99,7 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts the log probabilities that this process holds, for whole answers and for streams that repeat them in their
+    """Counts log probabilities that this process holds for whole answers, and for streams that repeat them in their
     last events.
     """
 
@@ -109,8 +109,8 @@ class LogprobBudget:
 
     @contextmanager
     def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """Yield a function that counts one call's steps. It raises InvalidRequest if the call holds too many,
-        Overloaded if all calls do and this one holds the most.
+        """Yield a function that counts one call's steps. It raises InvalidRequest if the call holds too many log
+        probabilities; Overloaded if all calls together do, and this one holds the most.
         """
         call_key = object()
         self._logprobs_by_call[call_key] = 0
@@ -139,7 +139,7 @@ class LogprobBudget:
 async def collect_choices(
     steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[CollectedChoice]:
-    """Sorted by index. `count_step` may raise."""
+    """Return choices sorted by index. `count_step` may raise."""
     answers: dict[int, CollectedChoice] = {}
     async for step in steps:
         count_step(step)

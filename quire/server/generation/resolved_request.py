@@ -15,7 +15,7 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.response_store import StoredItem
 
 QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
-"""labels: probability of each label among all tokens; shares: among the labels."""
+"""labels: each label's probability among all tokens; shares: among the labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,24 @@ class OptionQuestion:
     type: QuestionType
     name: str | None
     options: Sequence[str | bool]
-    """Booleans of a predicate, values of a choice, or labels of a score's levels."""
+    """A predicate's booleans, a choice's values, or the labels of a score's levels."""
     option_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesApiFields:
-    """Responses API fields that do not affect generation."""
+    """Fields that do not affect generation."""
 
     echoed_fields: bytes
     """A JSON object."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Tool name to namespace and name in it."""
+    """Tool name to (namespace, name in it)."""
     encrypts_reasoning: bool = False
-    """Reasoning items carry encrypted_content too."""
+    """Reasoning items also carry encrypted_content."""
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """Items to store; only this request's."""
+    """This request's items to store."""
     previous_id: str | None = None
     conversation_id: str | None = None
 
@@ -51,23 +51,23 @@ class ResponsesApiFields:
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """Text for `echo`; None if only ids are known."""
+    """For `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
     """Start of each id in `text`, in characters; empty if not needed."""
     spans: tuple[MediaSpan, ...] = ()
     """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
-    """Content of the spans; each image once."""
+    """Content of the spans, each image once."""
     adaptations: str = ""
     """How the conversation was adapted to its template."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """vLLM's repetition_detection: an answer ends when its last tokens repeat one pattern `min_count` times."""
+    """vLLM's repetition_detection: an answer ends when its last tokens repeat a pattern `min_count` times."""
 
     max_pattern_size: int
-    """Tokens; 0 disables the rule."""
+    """In tokens; 0 disables the rule."""
     min_pattern_size: int
     min_count: int
 
@@ -78,15 +78,15 @@ class Caller:
 
     tenant: str = ""
     weight: float = 1.0
-    """Share in scheduling."""
+    """Scheduling share."""
     priority: int = 0
-    """Set by the body or by a trusted gateway."""
+    """From the body or a trusted gateway."""
     cache_salt: str = ""
-    """Made specific to the tenant."""
+    """Already specific to the tenant."""
     adapter: Adapter | None = None
-    """None if the request's model name is not an adapter's."""
+    """None if the model name is not an adapter's."""
     chosen_id: str = ""
-    """Value of the header X-Request-Id."""
+    """The X-Request-Id header."""
     include_receipt: bool = False
     record_receipt: bool = False
     """True if the answer or the receipt log needs a receipt."""
@@ -94,16 +94,16 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """Makes a recomputed answer the same one. The station `identify` sets it, from the journal if resumed."""
+    """Makes a recomputed answer the same one. Set by the station `identify`, from the journal if resumed."""
 
     id: str
-    """Unique; engine request ids begin with it."""
+    """Unique; prefix of the engine request ids."""
     requested_id: str = ""
-    """Chosen by the caller; need not be unique."""
+    """Chosen by the caller; may not be unique."""
     created: int = 0
     """Unix time in seconds."""
     seed: int | None = None
-    """Taken from the body, or drawn so that the answer can be recomputed."""
+    """From the body, or drawn so that the answer can be recomputed."""
     resumable: bool = False
     """Events are numbered and reproducible: each token is one step."""
     num_earlier_attempts: int = 0
@@ -114,21 +114,21 @@ class AnswerIdentity:
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
     field: str
-    """The request field that it came from."""
+    """The request field it came from."""
     grammar: Grammar
     headers: Mapping[str, str]
-    """Answer headers about its schemas."""
+    """Response headers about its schemas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRequest:
-    """Each station of server/pipeline sets its own field, once."""
+    """Each station of server/pipeline sets its own field once."""
 
     id_prefix: str = ""
     body_id: str = ""
     """The body's request_id."""
     model: str
-    """Model name that the answer shows."""
+    """The model name in the answer."""
     body_priority: int = 0
     body_cache_salt: str = ""
     timeout: float | None = None
@@ -138,9 +138,7 @@ class ResolvedRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Response headers that the body determines."""
     caller: Caller | None = None
-    """Set by `authorize`."""
     identity: AnswerIdentity | None = None
-    """Set by `identify`."""
 
     def with_caller(self, caller: Caller) -> Self:
         assert self.caller is None, "authorized once"
@@ -191,17 +189,17 @@ class GenerationRequest(ResolvedRequest):
     params: SamplingParams
     """Without the grammar and drawn seed that `sampling_params` adds."""
     num_returned: int
-    """Choices per prompt in a whole answer, the most likely; at most n."""
+    """A whole answer returns this many choices per prompt, the most likely ones; at most n."""
     session_id: str = ""
-    """The caller's name of the conversation."""
+    """The caller's name for the conversation."""
     keep_seconds: float = 0.0
-    """How long to pin the conversation's KV blocks; 0: not."""
+    """How long to pin the conversation's KV blocks."""
     checked_grammar: CheckedGrammar | None = None
     """Set by `check_grammars`."""
 
     beam_search: bool = False
     length_penalty: float = 1.0
-    """Used by beam search."""
+    """For beam search."""
     repetition_rule: RepetitionRule | None = None
     message_format: RequestMessageFormat | None = None
     """None if all text is content."""
@@ -209,7 +207,7 @@ class GenerationRequest(ResolvedRequest):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """If True, every event of a stream contains the usage so far."""
+    """Each stream event contains the usage so far."""
     echo: bool = False
     echo_only: bool = False
     """Drop the one token that the engine must generate."""
@@ -217,17 +215,17 @@ class GenerationRequest(ResolvedRequest):
     prompt_logprobs: int | None = None
     """Alternatives per prompt token; None omits the field."""
     return_token_ids: bool = False
-    """If True, return the ids of prompt and answer."""
+    """Of prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
-    """Timings in the usage; only with one choice."""
+    """Adds timings to the usage; only with one choice."""
     body_receipt: bool = False
     allows_receipt: bool = True
     """False if no caller reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
     questions: Sequence[OptionQuestion] = ()
-    """Decisions API: one per prompt."""
+    """For the Decisions API, one per prompt."""
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
         assert self.checked_grammar is None, "checked once"
@@ -235,7 +233,7 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Includes the checked grammar and the answer's seed."""
+        """Include the checked grammar and the answer's seed."""
         grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
         return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
 
@@ -258,11 +256,11 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def prompt_tokens(self) -> int:
-        """A prompt counts once, regardless of `n`."""
+        """Count each prompt once, regardless of `n`."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def system_fingerprint(self, model_fingerprint: str) -> str:
-        """ServedModel.fingerprint plus the adapter's digest, which determines tokens too."""
+        """Add the adapter's digest, which determines tokens too, to ServedModel.fingerprint."""
         known, _, promise = model_fingerprint.rpartition("_")
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
@@ -290,7 +288,7 @@ class GenerationRequest(ResolvedRequest):
         seed: int,
         generated_ids: Sequence[int] = (),
     ) -> EngineCoreRequest:
-        """`generated_ids`: tokens after the prompt."""
+        """`generated_ids` follow the prompt."""
         caller = self.authorized_caller
         return EngineCoreRequest(
             id=id,

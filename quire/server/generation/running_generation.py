@@ -12,7 +12,7 @@ GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
 
 
 class RunningGeneration(Generic[GenerationType]):
-    """An admitted generation and the end callbacks of admission, receipts and the journal, which it need not know."""
+    """An admitted generation, and what admission, receipts and the journal do at its end."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
         """`receipt_recorder`: None if no receipt is recorded, and for beam search."""
@@ -26,7 +26,6 @@ class RunningGeneration(Generic[GenerationType]):
         return self._receipt_recorder is None or self._receipt_recorder.needs_engine
 
     def choice_receipts(self) -> list[ChoiceReceipt]:
-        """Empty if none are recorded."""
         if self._receipt_recorder is None or isinstance(self.generation, VectorGeneration):
             return []
         return self._receipt_recorder.choice_receipts(self.generation.choice_ends)

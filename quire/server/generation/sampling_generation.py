@@ -73,14 +73,14 @@ class SamplingGeneration(Generation):
     def _process_outputs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
         now = clock.monotonic()
         step = []
-        for output in outputs:  # a comprehension is 25 % slower in the usual case of one output
+        for output in outputs:  # a comprehension is 25 % slower in the usual one-output case
             delta = self._process_output(output, now)
             if delta is not None:
                 step.append(delta)
         return step
 
     async def _process_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
-        """One output per turn of the event loop: it may hold a whole prompt's log probabilities."""
+        """Handle one output per turn of the event loop: it may hold a whole prompt's log probabilities."""
         step = []
         for output in outputs:
             async with self._loop_work_pacer:
@@ -88,9 +88,9 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
-        """None if there is nothing to show yet."""
+        """None: nothing to show yet."""
         choice = self._choices_by_id[output.id]
-        if choice.is_finished:  # closed while this output waited to be read
+        if choice.is_finished:  # closed before this output was read
             return None
         if output.finish_reason == "error":
             self._record_choice_end(choice, "error")
@@ -103,7 +103,7 @@ class SamplingGeneration(Generation):
                 self._metrics.observe_first_token(now - self._start_time)
             choice.last_token_time = now
         if delta is not None and delta.finish_reason is not None:
-            self._outputs.abort(output.id, delta.finish_reason)  # does nothing if the engine has ended it
+            self._outputs.abort(output.id, delta.finish_reason)  # no effect if the engine has ended it
             self._record_choice_end(choice, delta.finish_reason)
         return delta
 
@@ -117,7 +117,7 @@ class SamplingGeneration(Generation):
 
     def close(self) -> None:
         self._outputs.close()
-        # Break the reference cycle, so that the request is freed without the garbage collector.
+        # Break the reference cycle to free the request without the garbage collector.
         self._outputs.sink = self._sink = None
         self._record_open_choices_as_cut("abort")
 

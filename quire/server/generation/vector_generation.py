@@ -68,11 +68,11 @@ class VectorGeneration:
     """Call `collect_vectors` once; call `close` at any time."""
 
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
-        """`outputs`: of `request.engine_requests()`."""
+        """`outputs` belong to `request.engine_requests()`."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """Prompt tokens of requests that have not ended."""
+        """By unfinished request."""
         self._request_ids = list(self._open_prompt_tokens)
         self._outputs = outputs
 

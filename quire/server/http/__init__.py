@@ -1,1 +1,1 @@
-"""HTTP on uvicorn and sse-starlette; only here are their internals overridden."""
+"""HTTP on uvicorn and sse-starlette. Only this package overrides their internals."""

@@ -21,15 +21,13 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit for a request line with headers, and for anything else that is not body: a chunk's line with extensions, or
-trailers.
-"""
+"""For a request line with headers; also for a chunk's line with extensions, and for trailers."""
 MAX_HEADERS = 256
-"""Including trailers. Each lookup scans them all."""
+"""Trailers included. Each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
-"""Outside the body: head, chunk lines with extensions, trailers."""
+"""For head, chunk lines with extensions, and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
-"""Earn another framing byte, so chunks of 24 bytes and more are never refused."""
+"""This many body bytes allow one more framing byte, so chunks of 24 bytes and more are never refused."""
 MAX_PIPELINED_REQUESTS = 100
 """Reading pauses while requests wait, but a single read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
@@ -42,17 +40,16 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """Seconds per head, and per piece of a body."""
+    """Seconds per head and per piece of a body."""
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
-    """Its `slow_readers` counts clients beyond the write timeout."""
+    """Counts clients beyond the write timeout in `slow_readers`."""
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the header Upgrade, which Java's client and `curl --http2` always send.
-
-    The base class would take the body for another protocol. Here the head is parsed again without the header.
+    """Ignores the header Upgrade, which Java's client and `curl --http2` always send: parses the head again without it.
+    The base class would take the body for another protocol.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -69,13 +66,13 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
                 if parser.get_method() == b"CONNECT":
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
-                # this parser would ignore what follows a head with `Connection: close`
+                # this parser would ignore data after a head with `Connection: close`
                 parser = self._connection.parser = UpgradeIgnoringParser(self._connection)
 
 
 class UnchunkedSender:
-    """For HTTP/1.0 clients (nginx by default, `ab`), which know no chunks: the connection ends an answer of unknown
-    length. uvicorn writes chunks, or requires a length, which is set here per part.
+    """For HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length ends with
+    the connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -96,10 +93,9 @@ class UnchunkedSender:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Adds limits to uvicorn's connection, and deadlines by timers, which cost less than tasks.
-
-    uvicorn has no deadline for slow requests or clients that do not read, and no limit on headers and trailers. Each
-    byte counts as framing until it proves to be a body's.
+    """uvicorn's connection has no deadline for slow requests or for clients that do not read, and no limit on headers
+    and trailers. Timers, cheaper than tasks, enforce the deadlines here. A byte counts as framing until it proves to be
+    the body's.
     """
 
     transport: BatchingTransport
@@ -121,21 +117,19 @@ class HttpConnection(HttpToolsProtocol):
         self._received_bytes = 0
         """Bytes of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
-        """Without those received with the end of the previous request."""
+        """Excludes bytes received with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
-        """Since the last piece with a body byte."""
+        """Bytes since the last piece with a body byte."""
         self._num_headers = 0
-        """Includes trailers."""
         self._body_chunks: list[bytes] = []
-        """Chunks in the data being parsed; they are passed on together."""
+        """Chunks in the data being parsed, passed on together."""
         self._read_timer: asyncio.TimerHandle | None = None
-        """Runs during the receipt of a request."""
         self._write_timer: asyncio.TimerHandle | None = None
         """Runs until the client reads sent data."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """Being answered or answered last; `cycle` was received last."""
+        """The request answered now or last; `cycle` was received last."""
         self._is_refused = False
         """Read nothing more; send the refusal after the answers to earlier requests."""
 
@@ -165,7 +159,7 @@ class HttpConnection(HttpToolsProtocol):
         elif self._framing_bytes > MAX_FRAMING_BYTES + self._body_bytes // _BODY_BYTES_PER_FRAMING_BYTE:
             self._refuse_request(*_FRAMING_TOO_LARGE)
         elif self._read_timer is None and not self._is_answering:
-            self._expect_head()  # such as blank lines before a request that may never begin
+            self._expect_head()  # blank lines, for example; a request may never begin
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -209,7 +203,7 @@ class HttpConnection(HttpToolsProtocol):
         self._body_bytes += len(body)
 
     def _flush_body_chunks(self) -> None:
-        """The base class copies all it has per chunk, which may be a byte each."""
+        """The base class copies its whole buffer per chunk, and a chunk may be one byte."""
         if self._body_chunks:
             super().on_body(b"".join(self._body_chunks))
             self._body_chunks.clear()
@@ -225,7 +219,6 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _will_reparse_head(self) -> bool:
-        """True if the parser will meet the same head again."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def head_without_upgrade(self) -> bytes:
@@ -248,7 +241,6 @@ class HttpConnection(HttpToolsProtocol):
             self._read_timer = None
 
     def _is_receiving(self) -> bool:
-        """Part of a request has come, and more may come."""
         return self._is_refused or (self._read_timer is not None and (self._received_bytes > 0 or not self._in_head))
 
     @property
@@ -276,7 +268,7 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """After the answers to earlier requests, and unless a response has begun."""
+        """Waits for the answers to earlier requests. Sends nothing if a response has begun."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)

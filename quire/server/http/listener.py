@@ -16,7 +16,7 @@ UNPROTECTED_WARNING = (
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """One error names a taken port and an invalid model."""
+    """One error names both a taken port and an invalid model."""
     try:
         return bind_tcp_socket(config.host, config.port)
     except ConfigError as error:
@@ -29,7 +29,7 @@ def bind_or_explain(config: ServerConfig) -> socket.socket:
 
 
 def bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """The socket does not listen: connections are refused until the model is loaded. Raises ConfigError."""
+    """Does not listen: connections are refused until the model is loaded. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -43,6 +43,6 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
-    """Without keys, if other machines can reach the server."""
+    """Warns if other machines can reach a server without keys."""
     if not (config.has_api_keys or is_loopback_listener(listener)):
         log.warning(UNPROTECTED_WARNING, config.host)

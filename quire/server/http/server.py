@@ -23,14 +23,14 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
-"""How long shutdown waits for requests of a dead engine."""
+"""Shutdown waits this long for a dead engine's requests."""
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers. Calls `on_ready` when it listens, and drains before it stops."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
-        """The app's lifespan has begun. Raises ConfigError for unusable certificates."""
+        """Call inside the app's lifespan. Raises ConfigError for unusable certificates."""
         self._models: ModelDispatcher = app.state.server.models
         bounds = ConnectionTimeouts(config.read_timeout, config.write_timeout, self._models.loaded_runtimes[0].client)
         tls = tls_context(config)
@@ -45,7 +45,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=False,  # server/observe/log_setup.py writes it
-                timeout_keep_alive=75,  # longer than most proxies' minute, so that they never reuse a closed connection
+                timeout_keep_alive=75,  # most proxies wait a minute; they must never reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuse new generations with 503. Open ones end with an error after --shutdown-timeout."""
+        """Refuse new generations with 503. Open ones fail after --shutdown-timeout."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -76,7 +76,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Closing the event loop would cancel requests of a dead engine, with a traceback each."""
+        """Closing the event loop would cancel a dead engine's requests, with a traceback each."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
@@ -118,6 +118,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """OpenSSL only reports "PEM lib"."""
+    """Checked here, because OpenSSL only reports "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

@@ -19,7 +19,7 @@ from quire.server.http.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
-"""Status for the log if the client has left."""
+"""Logged status if the client has left."""
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 EVENT_STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
@@ -30,12 +30,12 @@ EVENT_STREAM_HEADERS = (
 class EventStream(EventSourceResponse):
     """Each chunk is one or more whole, encoded events.
 
-    `close` is called when the client disconnects and when the stream ends, and must end `chunks`. The status is sent
-    with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is raised, to get its
+    `close` is called when the client disconnects and when the stream ends; it must end `chunks`. The status is sent
+    with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is raised and gets its
     own status; a later one becomes the last event.
 
-    sse-starlette's `__call__` sends the status before the first chunk, pings between frequent events, ends streams that
-    HttpServer drains, and takes 0.4 ms per stream and microseconds per token.
+    sse-starlette's `__call__` would send the status before the first chunk, ping between frequent events, end streams
+    that HttpServer drains, and take 0.4 ms per stream and microseconds per token.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EventStream(EventSourceResponse):
         transport: BatchingTransport | None = None,
     ) -> None:
         """`ping` is sent after a silence; `encode_error` encodes the last event after an error. The generator may write
-        chunks to `transport` while asked for the next.
+        chunks to `transport` while the next one is awaited.
         """
         super().__init__(chunks, ping=config.sse_ping)
         extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -83,14 +83,14 @@ class EventStream(EventSourceResponse):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises what ended it
+                task.result()  # raises the task's error
         finally:
             self._close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._chunks.aclose()
-        await self._send_status(send)  # for the request log, if the client left before the status
+        await self._send_status(send)  # the request log needs a status even if the client left before it
 
     async def _send_status(self, send: Send) -> None:
         async with self._status_lock:

@@ -1,1 +1,1 @@
-"""Images of requests."""
+"""Images in requests."""

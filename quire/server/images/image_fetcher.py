@@ -1,7 +1,6 @@
-"""Fetches images by HTTP from hosts that the operator allows.
-
-A URL must not reach what only this machine reaches: the address must be public when connecting, also after redirects.
-Environment proxies are ignored, because they resolve names themselves.
+"""Fetches images by HTTP from hosts that the operator allows. A URL must not reach what only this machine reaches:
+addresses must be public when connecting, also after redirects. Environment proxies are ignored, because they resolve
+names themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quire.engine.images.image_decoding import MAX_FILE_BYTES, image_error
 from quire.server.access.host_addresses import matches_any_host_pattern
 
 FETCH_TIMEOUT = 10.0
-"""Per image, including redirects."""
+"""Seconds per image, including redirects."""
 MAX_REDIRECTS = 3
 MAX_TOTAL_BYTES = 48 << 20
 """Per request."""
@@ -38,18 +37,18 @@ _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
 )
-"""IPv6 networks for IPv4 addresses."""
+"""IPv6 networks that embed IPv4 addresses."""
 
 
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
 
 
 class ForbiddenAddress(Exception):
-    """A host has no address that the server may connect to."""
+    """The server may connect to none of a host's addresses."""
 
 
 def is_public_address(address: str) -> bool:
-    """Not private, loopback, link-local, multicast or reserved."""
+    """False for private, loopback, link-local, multicast and reserved ones."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -98,7 +97,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
 
 @dataclass(slots=True)
 class _ByteBudget:
-    """Counts pieces as they come, because hosts send what they like."""
+    """Counts pieces on arrival: hosts may send more than they announce."""
 
     charge_bytes: Callable[[int], None]
     bytes_left: int
@@ -119,7 +118,7 @@ class ImageFetcher:
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
-        """`domains`: allowed hosts; *.example.com: its subdomains; *: any. `look_up`: like getaddrinfo."""
+        """`domains`: allowed hosts; *.example.com allows its subdomains, * any host. `look_up`: like getaddrinfo."""
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)
@@ -129,8 +128,8 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls`: URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest, and
-        what `charge_bytes` raises.
+        """`urls`: URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
+        errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (
@@ -193,7 +192,7 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """Content, or None and the redirect's URL."""
+        """Returns the content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:
@@ -212,7 +211,7 @@ class ImageFetcher:
 
 
 def _url_to_ascii(url: str) -> str:
-    """IDNA turns other digits of a host into ASCII digits. Raises ValueError."""
+    """IDNA turns a host's non-ASCII digits into ASCII digits. Raises ValueError."""
     if url.isascii():
         return url
     split = urlsplit(url)

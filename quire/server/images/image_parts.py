@@ -1,5 +1,3 @@
-"""Images of a chat's messages in order."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +18,7 @@ FETCHING_DISABLED = (
 
 
 class UnfetchedImagesError(QuireError):
-    """The request is resolved again once these images are fetched."""
+    """The request is resolved again once these are fetched."""
 
     def __init__(self, message: str = "images are to be fetched", *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -32,7 +30,7 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises InvalidRequest naming the field, and UnfetchedImagesError."""
+    """In the order of the messages. Raises InvalidRequest, which names the field, and UnfetchedImagesError."""
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
         if model.multimodal_prompt_builder is None:
@@ -61,7 +59,7 @@ def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[
 
 
 def check_images_rendered(text: str, placeholder: str, messages: Sequence[ChatMessage]) -> None:
-    """Raise InvalidRequest for missing placeholders: some templates omit images of tool results."""
+    """Raises InvalidRequest for missing placeholders: some templates omit images in tool results."""
     parts = list(_image_parts(messages))
     if text.count(placeholder) < len(parts):
         where = next((where for where, role, _ in parts if role != "user"), parts[-1][0])

@@ -1,1 +1,1 @@
-"""Several models at one address, each with an engine, within one memory limit."""
+"""Several models, each with an engine, at one address and within one memory limit."""

@@ -1,7 +1,6 @@
-"""Decides which models are awake: the requested ones, within the memory limit.
-
-One task makes all changes, one at a time. A model is loaded on its first request and sleeps when idle. It makes room
-for others, least recently used first: without open requests at once, otherwise after its time slice. Its requests wait.
+"""Keeps requested models awake within the memory limit. One task makes all changes, one at a time. A model is loaded on
+its first request and sleeps when idle. The least recently used one makes room first: at once without open requests,
+otherwise after its time slice; its requests wait.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ log = logging.getLogger("quire.server.multi_model.fleet")
 
 ModelState = Literal["unloaded", "loading", "awake", "sleeping"]
 OpenRuntime = Callable[[ModelEntry], AbstractAsyncContextManager[ModelRuntime]]
-"""A context with a ready model that has its own engine."""
+"""Opens a ready model with an engine."""
 
 _PROCESS_OVERHEAD_BYTES = 256 * 2**20
-"""An engine's process without weights and KV cache."""
+"""An engine process without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
-"""After a failed load, requests get its error for this long."""
+"""For this long, requests get a failed load's error."""
 
 
 @dataclass(eq=False, slots=True)
 class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
-    """None until it is loaded."""
+    """None until loaded."""
     num_open: int = 0
-    """Requests that need it awake."""
+    """Requests that need the model awake."""
     waiting_since: float = 0.0
-    """Monotonic time since which requests wait; 0: none waits."""
+    """Monotonic time since which requests wait; 0 if none waits."""
     last_used_at: float = 0.0
-    """Monotonic time at which the last request came or ended."""
+    """Monotonic time of the last request's arrival or end."""
     awake_since: float = 0.0
     is_loading: bool = False
     failure: QuireError | None = None
     failed_at: float = 0.0
     load_finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the load succeeded or failed."""
+    """Set when a load succeeds or fails."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     serve_task: asyncio.Task[None] | None = None
 
@@ -77,7 +76,7 @@ class ManagedModel:
 
     @property
     def awake_memory_bytes(self) -> int:
-        """Reported by the engine; before that, estimated from the files."""
+        """Estimated from the files until the engine reports it."""
         config = self.entry.config
         engines = config.data_parallel_size
         if self.runtime is not None:
@@ -104,7 +103,6 @@ class ModelManager:
 
     @property
     def is_alive(self) -> bool:
-        """True if it can still load and wake models."""
         return self._task is not None and not self._task.done()
 
     @property
@@ -135,7 +133,7 @@ class ModelManager:
         await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
-        """Load the first model. Raises what its start raises, with the model's name."""
+        """Load the first model. Raises the errors of its start, with the model's name."""
         first = self.managed_models[0]
         try:
             await self._load_model(first)
@@ -153,7 +151,7 @@ class ModelManager:
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
-        """The model may still be awake in time slices only."""
+        """Models that share memory stay awake in time slices only."""
         member.num_open += 1
         member.last_used_at = clock.monotonic()
         self._change_event.set()
@@ -175,7 +173,7 @@ class ModelManager:
         return member.runtime
 
     async def abort_requests_and_unload(self, member: ManagedModel) -> None:
-        """Open requests get an error that asks to retry; the next one loads the model."""
+        """Open requests fail with the advice to retry; the next one loads the model."""
         if member.runtime is not None:
             runtime, unloaded = member.runtime, Overloaded("The model was unloaded. Please try again")
             member.stop_event.set()
@@ -197,7 +195,7 @@ class ModelManager:
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """Make at most one change: close a dead model, wake one, or let one sleep."""
+        """At most one: close a dead model, wake one, or put one to sleep."""
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():
@@ -217,13 +215,12 @@ class ModelManager:
                 await self._put_to_sleep(member)
 
     async def _wake_or_load_if_room(self, member: ManagedModel, now: float) -> None:
-        """Others are put to sleep only if they have no requests or their time slice is over."""
         if self._config.memory_limit_bytes is not None:
             awake = [other for other in self.managed_models if other.state == "awake"]
             try:
                 size = await asyncio.to_thread(lambda: member.awake_memory_bytes)
                 self._check_fits_memory_limit(size)
-            except QuireError as error:  # also if its files are missing or invalid
+            except QuireError as error:  # for example, files are missing or invalid
                 return self._record_failure(member, error)
             needed = size + sum(other.awake_memory_bytes for other in awake) - self._config.memory_limit_bytes
             for other in sorted(awake, key=lambda other: (other.num_open > 0, other.last_used_at)):
@@ -234,7 +231,7 @@ class ModelManager:
                 await self._put_to_sleep(other)
                 needed -= other.awake_memory_bytes
         if member.runtime is None:
-            with suppress(QuireError):  # its requests get the error
+            with suppress(QuireError):  # the model's requests get the error
                 await self._load_model(member)
         else:
             await member.runtime.weight_controller.wake_up()
@@ -247,7 +244,7 @@ class ModelManager:
         await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
-        """Raises what the engine's start raises."""
+        """Raises the errors of the engine's start."""
         log.info("models: loading %s", member.entry.name)
         member.is_loading, member.failure = True, None
         member.stop_event.clear()
@@ -275,7 +272,6 @@ class ModelManager:
             )
 
     def _record_failure(self, member: ManagedModel, error: QuireError) -> None:
-        """The model's requests get this error for a while."""
         member.failure, member.failed_at = error, clock.monotonic()
         member.load_finished.set()
 

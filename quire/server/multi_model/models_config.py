@@ -18,7 +18,7 @@ from quire.server.config import ServerConfig
 from quire.server.multi_model.presets import ModelPreset, parse_preset
 
 _DEFAULT_KV_GIB = 1.0
-"""KV cache of a model. A share of the machine's memory would depend on what else runs."""
+"""Fixed: a share of the machine's memory would depend on other programs."""
 _MODEL_SETTINGS = {
     *EngineConfig.model_fields,
     "served_model_name",
@@ -36,17 +36,17 @@ _MODEL_SETTINGS = {
     "default_chat_template_kwargs",
     "chat_template_content_format",
 }
-"""Settings of a model; all others are the server's."""
+"""Settings of one model; all others are the server's."""
 _PRESET_KEYS = ("system", "parameters")
 """A table that names another table as its model is an alias. It may contain only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
-"""These write to the disk or run code, so they are not accepted over HTTP."""
+"""They write to the disk or run code, so HTTP cannot set them."""
 _MAX_NAME_LENGTH = 256
 _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ModelsFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory in GiB."""
+    """Memory is in GiB."""
 
     memory: Annotated[float, Meta(gt=0)] | None = None
     idle_seconds: _Seconds = 600.0
@@ -65,28 +65,28 @@ class ModelEntry:
     name: str
     config: ServerConfig
     idle_seconds: float
-    """Idle time before it sleeps; 0: never."""
+    """Idle seconds before the model sleeps; 0: never."""
     sleep_level: int
-    """1: the engine's process stays and wakes fast; 2: it ends too."""
+    """1: the engine's process stays and wakes fast; 2: it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
     entries: tuple[ModelEntry, ...]
-    """At least one. The first is loaded at startup and is the default."""
+    """At least one; the first is the default, loaded at startup."""
     memory_limit_bytes: int | None
     """Limit for awake models; None: unlimited."""
     slice_seconds: float
-    """Time that a model with open requests stays awake before it must make room."""
+    """A model with open requests makes room only after this long."""
     defaults: ModelsFileOptions
-    """Options of models that do not set their own."""
+    """For models that set no own value."""
     flags: Mapping[str, Any]
-    """Command-line settings, which apply to every model."""
+    """Command-line settings of every model."""
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
-    """Presets by model name."""
+    """By model name."""
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
-        """For models that are not in the file. Raises ConfigError."""
+        """Raises ConfigError."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
@@ -177,7 +177,6 @@ def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping
 def _parse_entry(
     where: str, name: str, table: Mapping[str, Any], defaults: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelEntry:
-    """`where`: prefix of errors."""
     settings = dict(table)
     own_options = {key: settings.pop(key) for key in ("idle_seconds", "sleep_level") if key in settings}
     try:
@@ -191,7 +190,7 @@ def _parse_entry(
     settings = {"kv_cache_memory": _DEFAULT_KV_GIB} | dict(flags) | settings
     if settings.get("num_kv_blocks") is not None:
         settings.pop("kv_cache_memory")
-    if isinstance(more := settings.get("served_model_name", []), list):  # otherwise load_settings raises
+    if isinstance(more := settings.get("served_model_name", []), list):  # load_settings raises for other types
         settings["served_model_name"] = [name, *more]
     try:
         config = load_settings(ServerConfig, settings, origin="table " + name)

@@ -38,7 +38,7 @@ router = APIRouter(include_in_schema=False)
 class _ModelNameBody(msgspec.Struct):
     model: str | None = None
     name: str | None = None
-    """Used by Ollama's older clients."""
+    """Ollama's older clients use it."""
 
 
 class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,12 +47,12 @@ class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class _LoadBody(_ModelChangeBody):
     settings: dict[str, Any] | None = None
-    """Settings of a new model."""
+    """Of a new model."""
 
 
 class _UnloadBody(_ModelChangeBody):
     forget: bool = False
-    """Stop serving a model that was added at run time."""
+    """Also stop serving a model added at run time."""
 
 
 Change = TypeVar("Change", bound=_ModelChangeBody)
@@ -66,7 +66,7 @@ def create_multi_model_app(
     tenants: Tenants,
 ) -> FastAPI:
     """The lifespan runs the manager. GET /v1/models has each model's `state`; POST /v1/models/load and /unload need an
-    admin. Raises what `build_app` raises.
+    admin. Raises the errors of `build_app`.
     """
 
     @asynccontextmanager
@@ -81,7 +81,7 @@ def create_multi_model_app(
 
 
 class MultiModelDispatcher:
-    """Requests that name no model go to the first one. The query parameter `model` also names one."""
+    """The query parameter `model` may name the model too. The first model is the default."""
 
     def __init__(self, manager: ModelManager, models_config: ModelsConfig, added_models: AddedModels) -> None:
         self.manager = manager
@@ -95,7 +95,7 @@ class MultiModelDispatcher:
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """The body it reads stays in the memory budget until the handler takes it over."""
+        """The body stays in the memory budget until the handler takes it over."""
         request, path = Request(scope, receive), scope["path"]
         name = request.query_params.get("model") or request.path_params.get("model")
         if request.method not in ("POST", "PUT", "PATCH"):
@@ -115,7 +115,6 @@ class MultiModelDispatcher:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from None
 
     def _apply_preset(self, path: str, name: str | None, body: BodyBuffer) -> None:
-        """Fill in what the request leaves out."""
         if name is None:
             name = self.manager.managed_models[0].entry.name
         elif path.startswith(OLLAMA_PREFIX):
@@ -130,7 +129,7 @@ class MultiModelDispatcher:
         )
 
     def _find_model(self, path: str, name: str | None) -> ManagedModel:
-        """Defaults to the first. Raises ModelNotFound."""
+        """Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
         if name is None or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):
@@ -138,7 +137,7 @@ class MultiModelDispatcher:
         return self.manager.require_model(strip_latest_tag(name, names) if path.startswith(OLLAMA_PREFIX) else name)
 
     async def wait_until_loaded(self, member: ManagedModel, receive: Receive) -> ModelRuntime:
-        """Raises what the load raises, and HTTPException if the client disconnects."""
+        """Raises the load's error, or HTTPException if the client disconnects."""
         if member.runtime is not None:
             return member.runtime
         with self.manager.keep_awake(member):

@@ -1,4 +1,4 @@
-"""Model aliases with their own system message and defaults, on an existing engine."""
+"""Model aliases with their own system message and defaults, without an engine of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRESET_PARAMETERS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-"""Parameters of a preset, under their names in a chat."""
+"""Under their names in a chat."""
 _OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/v1/chat/completions": ("messages", {name: name for name in PRESET_PARAMETERS}),
@@ -44,15 +44,15 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/api/generate": ("system", {}),
     "/tokenize": ("messages", {"chat_template_kwargs": "chat_template_kwargs"}),
 }
-"""For each path: the field that takes the system message, and the names of the parameters."""
+"""By path: the system message's field, and parameters' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
     system: str | None
-    """Used if a request has no system message."""
+    """Used for requests without a system message."""
     parameters: Mapping[str, Any]
-    """Parameters by their names in a chat. They replace what requests leave out."""
+    """Defaults, by their names in a chat."""
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
@@ -76,7 +76,7 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
 
 
 def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
-    """Fill in what the body leaves out. An invalid body stays as it is."""
+    """Fill in what the body leaves out. An invalid body stays unchanged."""
     path_fields = _FIELDS_BY_PATH.get(path)
     if path_fields is None:
         return

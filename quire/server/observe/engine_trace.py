@@ -1,7 +1,6 @@
-"""Traces for ui.perfetto.dev and chrome://tracing.
-
-Google's Trace Event Format, JSON object form: complete events (X) for steps, nestable async events (b, e) for requests
-and phases, counters (C) for a step's contents. Times are microseconds since the recording began.
+"""Traces for ui.perfetto.dev and chrome://tracing, in Google's Trace Event Format (JSON object form): complete events
+(X) for steps, nestable async events (b, e) for requests and phases, counters (C) for a step's contents. Times are
+microseconds since the recording began.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from quire.engine.core.request_history import RequestHistory, StepEntry, Timelin
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2
-"""Trace viewers show each process id as a group of tracks."""
+"""Viewers show each process id as a group of tracks."""
 FIRST_STEP_TRACK = 1
-"""Further engines have the next tracks."""
+"""Further engines use the next tracks."""
 TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """JSON. Built in a thread because that is slow, from copies of timelines that still change."""
+    """JSON, built in a thread because that is slow, from copies of timelines that still change."""
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)
@@ -59,7 +58,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Returns microseconds per phase. Their sum is the recording's length times the number of engines."""
+    """Microseconds per phase. Their sum is the recording's length times the number of engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":
@@ -92,7 +91,7 @@ def _track_name_events(replicas: int) -> list[TraceEvent]:
 
 
 def _step_events(steps: Sequence[StepEntry], window: _RecordingWindow, track: int) -> list[TraceEvent]:
-    """Steps overlap on a GPU: a slice begins when the step before it has ended."""
+    """Steps overlap on a GPU, so a slice begins when the previous step has ended."""
     events: list[TraceEvent] = []
     last = window.began
     for step in steps:

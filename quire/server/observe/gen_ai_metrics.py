@@ -41,18 +41,18 @@ OPERATION_NAMES = {
     "embd": "embeddings",
     "pool": "embeddings",
 }
-"""By id prefix. The conventions have no names for scores, rankings and labels."""
+"""By id prefix. The conventions do not name scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
 
 
 def operation_name(internal_id: str) -> str:
-    """Defaults to the id's prefix. `internal_id`: of a call or a sequence."""
+    """The id's prefix is the default. `internal_id`: a call's or a sequence's."""
     kind = internal_id.replace("_", "-").partition("-")[0]
     return OPERATION_NAMES.get(kind, kind)
 
 
 class GenAiHistograms:
-    """One observation per choice or embedded input."""
+    """Makes one observation per choice or embedded input."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name

@@ -1,7 +1,5 @@
-"""HTTP and process metrics under the names that vLLM's dashboards use.
-
-The names come from https://github.com/trallnag/prometheus-fastapi-instrumentator and prometheus_client's
-ProcessCollector.
+"""HTTP and process metrics that vLLM's dashboards use, named as in
+https://github.com/trallnag/prometheus-fastapi-instrumentator and prometheus_client's ProcessCollector.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from quire.server.observe.metric_sums import PeerSample, SummingCollector, sampl
 from quire.server.observe.request_log import RequestRecord
 
 UNCOUNTED_PATHS = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
-"""Probes would outnumber everything else."""
+"""Probes would outnumber other requests."""
 _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)
@@ -48,12 +46,12 @@ _FINE_BUCKETS = (
 _IN_FLIGHT_METRIC = "http_requests_inprogress"
 _START_TIME_METRIC = "process_start_time_seconds"
 _IN_PROCESS_SERVER = ("batch", None)
-"""`server` in the scope of requests that the server sends to itself."""
+"""Scope's `server` in the server's own requests."""
 
 
 class HttpMetrics(Collector):
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """The label `handler` is a template of `routes`."""
+        """The label `handler` holds a template of `routes`."""
         self._routes = routes
         self._registry = CollectorRegistry()
         registry = self._registry
@@ -83,7 +81,7 @@ class HttpMetrics(Collector):
         return self._registry.collect()
 
     def count_request_start_if_tracked(self, scope: Scope) -> bool:
-        """If this returns True, call count_request_end later."""
+        """If True, call count_request_end later."""
         if scope["path"] in UNCOUNTED_PATHS or scope.get("server") == _IN_PROCESS_SERVER:
             return False
         self._open_requests.inc()
@@ -114,7 +112,7 @@ class HttpMetrics(Collector):
 
 
 def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
-    """Remove from samples of ended processes what they had, not what they counted."""
+    """Drop ended processes' gauges, and keep their counts."""
     process_gauges = (
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",
@@ -125,7 +123,7 @@ def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
 
 
 class MergedHttpMetrics(Collector):
-    """Sums over processes, with the earliest start time."""
+    """Sums over processes; the start time is the earliest."""
 
     def __init__(self, local_metrics: HttpMetrics, peer_samples: Sequence[PeerSample]) -> None:
         self._summed = SummingCollector(

@@ -1,4 +1,4 @@
-"""One engine view, twice a second, serves all streams."""
+"""All streams share one engine view, taken twice a second."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Largest share of the engine's time that views may take; expensive ones are taken less often."""
+"""Largest share of the engine's time for views; expensive views are taken less often."""
 MAX_LISTED_ENGINES = 8
-"""Further engines' memory is left out."""
+"""Further engines' memory is omitted."""
 OVERLAP_SECONDS = 4
-"""Each `state` repeats the last complete seconds, for streams that missed an event."""
+"""Each `state` repeats these last complete seconds, for streams that missed an event."""
 
 
 class LiveView:
-    """All streams get the same events; slow readers skip some. Without streams no views are taken."""
+    """All streams get the same events; slow readers skip some. No views are taken without streams."""
 
     def __init__(self, client: EngineClient, rolling_stats: RollingStats) -> None:
         self.state_event = b""
@@ -36,7 +36,7 @@ class LiveView:
         self._task: asyncio.Task[None] | None = None
 
     def hello_event(self, facts: dict[str, object]) -> bytes:
-        """`facts` do not change."""
+        """`facts`: constants."""
         now = int(clock.time())
         history = [each.to_json() for each in self._rolling_stats.bins_since(now - HISTORY_SECONDS)]
         return _encode_event("hello", {**facts, "now": now, "kept_seconds": HISTORY_SECONDS, "history": history})
@@ -50,12 +50,12 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """Otherwise a server that waits for open requests never ends."""
+        """A server that waits for open requests would never end."""
         for stream in list(self._streams):
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
-        """Ends the streams if it fails, so that none hangs."""
+        """A failure ends the streams, so that none hangs."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()
@@ -71,7 +71,7 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
-        """None during a long step or while the engine is replaced."""
+        """None during a long step or an engine's replacement."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()
@@ -79,8 +79,9 @@ class LiveView:
         return pending.result() if pending.done() and not pending.cancelled() else None
 
     async def get_block_table(self, request_id: str) -> BlockTableView:
-        """Raises RequestNotFound if no engine has the request, Overloaded if the engine is in a long step or is being
-        replaced."""
+        """Raises RequestNotFound if no engine has the request, Overloaded during a long step or an engine's
+        replacement.
+        """
         if self._client.responsive:
             asking = asyncio.ensure_future(self._client.engine_core.get_block_table(request_id))
             await asyncio.wait([asking], timeout=PERIOD_SECONDS)
@@ -126,7 +127,7 @@ class LiveViewStream:
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
-        """Server-sent events: one `hello`, then repeated `state`."""
+        """Yields server-sent events: one `hello`, then `state` repeatedly."""
         self._live_view.add_stream(self)
         try:
             yield self._live_view.hello_event(facts)

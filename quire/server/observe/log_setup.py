@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 access_log = logging.getLogger("quire.access")
 UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
-"""Polled by monitoring."""
+"""Monitoring polls these."""
 EXTRA_FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
 
 
@@ -38,7 +38,7 @@ _HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
 
 
 def set_up_logging(config: ServerConfig) -> None:
-    """stderr of a failing engine keeps its own format."""
+    """A failing engine's stderr keeps its own format."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(JsonFormatter())
@@ -51,7 +51,7 @@ def set_up_logging(config: ServerConfig) -> None:
 
 
 def log_request(record: RequestRecord) -> None:
-    """The line never contains the prompt or answer."""
+    """The line contains no prompt or answer."""
     if record.path in UNLOGGED_PATHS or record.ended_at is None:
         return
     extra = {

@@ -99,7 +99,7 @@ def build_metric_family(
 
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
-    """Labeled with the engine's number."""
+    """The label is the engine's number."""
     engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
 
@@ -111,14 +111,14 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     def per_engine_and_label(
         kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
     ) -> Metric:
-        """`values`: per engine, by the value of `label`."""
+        """`values`: for each engine, by the value of `label`."""
         pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
         values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
         return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
 
     for name, text, field in GAUGES:
         yield per_engine(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
-    # Requests wait for a slot or KV blocks only.
+    # Requests wait only for a slot or KV blocks.
     reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
     name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason."
     yield per_engine_and_label(GaugeMetricFamily, name, text, "reason", reasons)
@@ -143,7 +143,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """Calls that this process refused, by reason, and answers that it gave up."""
+    """Calls that this process refused, by reason, and answers given up."""
     text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
@@ -154,7 +154,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 
 
 def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
-    """The adapters are labels; the value is Unix seconds."""
+    """Labels are the adapters; the value is Unix seconds."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]
@@ -167,7 +167,7 @@ def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Met
 def data_dir_metrics(
     read_view: Callable[[], DataDirStatus], results: Collection[str], model_name: str
 ) -> Iterator[Metric]:
-    """`read_view`: figures of all processes. `results`: possible results of a batch line."""
+    """`read_view`: figures of all processes. `results`: a batch line's possible results."""
     view, model = read_view(), LABELS[:1]
     text = "Batches that have not ended."
     yield build_metric_family(
@@ -189,7 +189,7 @@ def data_dir_metrics(
 
 
 def length_buckets(longest: int) -> list[int]:
-    """1, 2, 5, 10, …, up to the first one >= `longest`."""
+    """Returns 1, 2, 5, 10, …, up to the first one >= `longest`."""
     buckets: list[int] = []
     while not buckets or buckets[-1] < longest:
         buckets.append((1, 2, 5)[len(buckets) % 3] * 10 ** (len(buckets) // 3))

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _CREATED_SUFFIX = "_created"
-"""Suffix of samples with a counter's creation time."""
+"""Marks samples of a counter's creation time."""
 
 
 class PeerSample(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +24,7 @@ decode_samples = msgspec.msgpack.Decoder(list[PeerSample]).decode
 
 
 def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
-    """Covers counters and histograms only."""
+    """Only counters and histograms."""
     return [
         PeerSample(metric.name, sample.name, sample.labels, sample.value)
         for metric in registry.collect()
@@ -34,7 +34,7 @@ def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
 
 
 class LabelingCollector(Collector):
-    """Metrics of several models or processes, told apart by a label."""
+    """The label tells several models' or processes' metrics apart."""
 
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
         """`label`: "" if not needed. `collectors`: by label value."""
@@ -68,6 +68,6 @@ class SummingCollector(Collector):
 
 
 def _add_peer_value(sample: Sample, peer_values: dict[tuple[str, frozenset[tuple[str, str]]], float]) -> Sample:
-    """Removes it from `peer_values`."""
+    """Also removes it from `peer_values`."""
     peer_value = peer_values.pop((sample.name, frozenset(sample.labels.items())), 0.0)
     return sample._replace(value=sample.value + peer_value) if peer_value else sample

@@ -116,7 +116,7 @@ PHASE_HISTOGRAMS: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
         ("prefill", "decode", "preempted", "recompute", "recovering"),
     ),
 )
-"""Name, help text, timeline phases that are summed."""
+"""Name, help text, summed timeline phases."""
 REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_BUCKETS),
     ("request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_BUCKETS),
@@ -131,11 +131,11 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", None),
     ("request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
 )
-"""Name, help text, buckets; None: token buckets up to the context."""
+"""Name, help text, buckets. None: token buckets up to the context."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE_LABEL = "0"
-"""Dashboards for vLLM need an engine number; request metrics have this one."""
+"""vLLM's dashboards need an engine number; request metrics have this one."""
 
 
 class Metrics:
@@ -146,7 +146,7 @@ class Metrics:
     ) -> None:
         """`rejections`: refused calls by reason."""
         self.model_name = model_name
-        self._engine_registry = CollectorRegistry()  # alike in all API processes
+        self._engine_registry = CollectorRegistry()  # equal in all API processes
         self._engine_registry.register(CallbackCollector(partial(engine_metrics, client, model_name)))
         self._registry = CollectorRegistry()  # counted by this process
         self._registry.register(CallbackCollector(partial(refusal_metrics, client, model_name, rejections)))
@@ -214,12 +214,11 @@ class Metrics:
             self._observe_histogram("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
 
     def observe_all_choices_finished(self, n: int, *, max_generation_tokens: int) -> None:
-        """`max_generation_tokens`: of the longest of the n choices."""
         self._observe_histogram("request_params_n", n)
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
     def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
-        """As in vLLM, the labels of a metric that is always 1 contain the configuration."""
+        """As in vLLM, a metric that is always 1 has the configuration as labels."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
@@ -256,7 +255,7 @@ class Metrics:
         if step.is_counted:
             prompts = sum(count for _, _, count in step.record.chunks)
             self._observe_histogram("iteration_tokens_total", prompts + step.record.num_generated_tokens)
-        self.rolling_stats.flush_token_gaps()  # of the previous step
+        self.rolling_stats.flush_token_gaps()  # gaps of the previous step
 
     def _observe_sequence(self, timeline: Timeline) -> None:
         seconds = timeline.phase_seconds(timeline.ended_at or timeline.submitted_at)
@@ -282,7 +281,7 @@ class Metrics:
         peer_samples: Sequence[PeerSample] = (),
         extra_registries: Iterable[CollectorRegistry] = (),
     ) -> bytes:
-        """Return Prometheus text format. `extra_registries` belong to no model."""
+        """Returns Prometheus text format. `extra_registries` belong to no model."""
         for each in models:
             each.rolling_stats.flush_token_gaps()
         label = "model_name" if len(models) > 1 else ""
@@ -297,16 +296,14 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """Returns counters by label value; the key is "" if there is no label."""
+    """By label value; the key is "" without a label."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 
 
 class BulkHistogram(Collector):
-    """Histogram of durations that arrive in bulk."""
-
     def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
-        """`bounds`: bucket ends in seconds, ascending; one more bucket holds longer durations."""
+        """`bounds`: bucket ends in seconds, ascending; a further bucket takes longer durations."""
         self._name = name
         self._text = text
         self._labels = (model_name, ENGINE_LABEL)

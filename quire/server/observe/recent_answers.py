@@ -1,4 +1,4 @@
-"""Contains no texts: neither request log nor history has any."""
+"""Without texts: neither request log nor history has any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
-    """Latest first. Looks at MAX_ANSWERS and MAX_SEQUENCES at most, whatever --request-history keeps."""
+    """Latest first. Reads MAX_ANSWERS and MAX_SEQUENCES at most, whatever --request-history keeps."""
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:
@@ -71,7 +71,7 @@ def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str,
 
 
 def _completion_time(record: RequestRecord, sequences: Sequence[Timeline]) -> float | None:
-    """In time.monotonic(); None if incomplete. Background answers outlast their response."""
+    """time.monotonic(); None if incomplete. Background answers outlast their response."""
     if record.ended_at is None or any(each.ended_at is None for each in sequences):
         return None
     return max([record.ended_at, *(each.ended_at or 0.0 for each in sequences)])
@@ -122,7 +122,7 @@ def _tenant_totals(
 
 
 def _add_shares_and_sort(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The largest share comes first."""
+    """Largest share first."""
     costs = {
         name: each["computed_tokens"] + OUTPUT_TOKEN_COST * each["output_tokens"] for name, each in tenants.items()
     }

@@ -11,7 +11,7 @@ from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
-"""Per explanation, shared by its sequences. It exceeds what is kept of two sequences."""
+"""Per explanation, shared by its sequences. More than are kept of two sequences."""
 MAX_BATCH_MATES = 10_000
 """Per explanation; further mates are only counted."""
 
@@ -33,9 +33,7 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show`: by sequence id; other mates are only counted. `decode_tokens`: see describe_prefix_use. MAX_STEPS and
-    MAX_BATCH_MATES bound the cost.
-    """
+    """`may_show` takes a sequence id; rejected mates are only counted. `decode_tokens`: see describe_prefix_use."""
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
     mates, steps = _BatchMateLookup(may_show), max(1, MAX_STEPS // max(1, len(timelines)))
@@ -60,7 +58,7 @@ def explain_request(
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Phases of the sequence that ended last, from arrival to the end or `now`. "prepare" ends with submission to the
+    """Phases of the sequence that ended last, from arrival to its end or `now`. "prepare" ends with submission to the
     engine; "answer" lasts from the sequence's end to the response's.
     """
     if not timelines:
@@ -131,7 +129,7 @@ def _explain_sequence(
 def _explain_batches(
     sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
-    """Successive steps with the same mates are one entry."""
+    """Successive steps with equal mates become one entry."""
     entries = []
     for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
         run_steps: list[StepEntry] = list(steps)

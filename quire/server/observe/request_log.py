@@ -16,12 +16,12 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""Limit for a path or traceparent. A caller's may have 64 KiB."""
+"""For a path or traceparent, which may have 64 KiB."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are time.monotonic(), except `created_at`: Unix seconds."""
+    """Times are time.monotonic(), except `created_at` (Unix seconds)."""
 
     request_id: str
     """The caller's X-Request-Id, or a generated one."""
@@ -33,18 +33,17 @@ class RequestRecord:
     owner: str = ""
     """Empty without API keys."""
     weight: float = 1.0
-    """Share of the engine, relative to others."""
     status: int | None = None
     ended_at: float | None = None
     internal_id: str | None = None
-    """The server's id (chatcmpl-…, msg_…). The ids of the request's sequences begin with it."""
+    """The server's id (chatcmpl-…, msg_…), which begins its sequences' ids."""
     answer_id: str | None = None
     """`internal_id`, or an id that the caller chose."""
     model: str | None = None
 
 
 class RequestLog:
-    """Keeps the latest `capacity` answers. A caller sees the answers of its own key, an admin sees all."""
+    """Keeps the latest `capacity` answers. Callers see their own key's answers, admins see all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -63,18 +62,16 @@ class RequestLog:
             self._ordered_records.append(record)
         while len(self._ordered_records) > self._capacity:
             oldest = self._ordered_records.popleft()
-            if self._records_by_id.get(oldest.internal_id or "") is oldest:  # otherwise the call was made again since
+            if self._records_by_id.get(oldest.internal_id or "") is oldest:  # else a newer call has the id
                 del self._records_by_id[oldest.internal_id or ""]
 
     @property
     def records_oldest_first(self) -> list[RequestRecord]:
-        """Returns records in the order in which answering began."""
+        """In the order in which answering began."""
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
-        """`name`: an internal id, an answer id or an X-Request-Id; the latest counts. None if the caller may not see
-        it.
-        """
+        """`name`: internal id, answer id or X-Request-Id; the latest counts. None if the caller may not see it."""
         record = self._records_by_id.get(name)
         if record is None:
             candidates = (each for each in reversed(self._ordered_records) if name in (each.answer_id, each.request_id))
@@ -86,7 +83,7 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """None if it is not kept."""
+        """None if not kept."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -103,7 +100,7 @@ class HttpRequestMetrics(Protocol):
 
 
 class RequestLogMiddleware:
-    """Outermost middleware; sets X-Request-Id."""
+    """The outermost middleware; sets X-Request-Id."""
 
     def __init__(
         self,
@@ -154,13 +151,13 @@ class RequestLogMiddleware:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
-    """0 if the header is missing or malformed."""
+    """0 if missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 
 
 def safe_request_id(caller_id: str | None) -> str:
-    """Return the caller's id if it is safe in logs and headers, otherwise a new one."""
+    """The caller's id if it is safe in logs and headers, otherwise a new one."""
     return caller_id if is_safe_id(caller_id) else f"req-{random_source.token_hex(16)}"
 
 

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
-"""Same name as in vLLM."""
+"""vLLM's name."""
 
 
 class RequestSpanExporter:
-    """A span per answer, with the phases of its sequences as children. The caller's (traceparent header) is its parent.
+    """A span per answer, with its sequences' phases as children and the caller's span (header traceparent) as parent.
     Attribute names are OpenTelemetry's for generative AI, otherwise vLLM's.
     """
 
     def __init__(self, exporter: SpanExporter, histories: Callable[[], Iterable[RequestHistory]]) -> None:
-        """`histories`: of all loaded models."""
+        """`histories`: those of all loaded models."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # The SDK prefers these values to the environment; the operator's must win.
+        # The SDK prefers these values, but the operator's environment must win.
         is_service_named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )
@@ -43,7 +43,7 @@ class RequestSpanExporter:
         self._histories = histories
 
     def export_request(self, record: RequestRecord) -> None:
-        """Does nothing if the request produced no answer."""
+        """Skips requests without an answer."""
         if record.internal_id is None or record.ended_at is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -82,7 +82,7 @@ class RequestSpanExporter:
 
 
 def create_otlp_exporter(endpoint: str) -> SpanExporter:
-    """Raises ConfigError if `endpoint` is not an HTTP URL, or the extra otel is missing."""
+    """Raises ConfigError if `endpoint` is not an HTTP URL or the extra otel is missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(

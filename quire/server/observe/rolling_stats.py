@@ -1,7 +1,6 @@
-"""The last minutes in one-second bins, so that a chart shows the time before it was opened.
-
-Buckets are logarithmic, 10 % wide (as in HdrHistogram and DDSketch), so a bin's cost does not grow with its tokens.
-Token gaps are counted in bulk: one by one they would take a sixth of the server's time per token.
+"""The last minutes in one-second bins, so a new chart shows earlier times too. Buckets are logarithmic, 10 % wide (as
+in HdrHistogram and DDSketch): a bin's cost does not grow with its tokens. Token gaps are counted in bulk: one by one
+they would take a sixth of the server's time per token.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ HISTORY_SECONDS = 300
 _LOG_BUCKET_WIDTH = math.log(1.1)
 _MIN_SECONDS = 1e-6
 MAX_PENDING_GAPS = 1024
-"""Bound on gaps not yet counted."""
 PERCENTILES = (0.5, 0.95)
 
 
 class LatencyHistogram:
-    """Distribution of durations, exact to about 5 %."""
+    """Durations, exact to about 5 %."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
@@ -87,13 +85,13 @@ class RollingStats:
         )
 
     def bins_since(self, second: int) -> list[SecondBin]:
-        """Return complete bins, oldest first. `second`: Unix time."""
+        """Returns complete bins, oldest first. `second`: Unix time."""
         self.flush_token_gaps()
         now = int(clock.time())
         return [each for each in self._bins if second <= each.second < now]
 
     def record_token_gap(self, seconds: float) -> None:
-        """Time between two steps that gave the same request tokens."""
+        """`seconds` between two steps that gave a request tokens."""
         if not self._gaps:
             self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)
@@ -107,14 +105,14 @@ class RollingStats:
             self._gap_listener(gaps)
 
     def update_current_bin(self) -> SecondBin:
-        """Call when tokens arrived. Adds those since the last call."""
+        """Call when tokens arrived; adds those since the last call."""
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(SecondBin(second))
             while self._bins[0].second < second - HISTORY_SECONDS:
                 self._bins.popleft()
         current, stats = self._bins[-1], self._client.engine_core.stats
-        # The engine's counters stay right when outputs are merged on the way.
+        # The engine's counters stay right even if outputs are merged on the way.
         current.generated_tokens += stats.generation_tokens - self._generated_tokens
         current.prompt_tokens += stats.prompt_tokens - self._prompt_tokens
         self._generated_tokens, self._prompt_tokens = stats.generation_tokens, stats.prompt_tokens

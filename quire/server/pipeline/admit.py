@@ -1,7 +1,5 @@
-"""Fifth station: room in the queue and in the key's limits.
-
-Reserves tokens for the longest possible answer (server/access/rate_limits.py); `generate.py` settles the ticket with
-the actual number.
+"""Fifth station: room in the queue and the key's limits. Reserves tokens for the longest possible answer
+(server/access/rate_limits.py); `generate.py` settles the ticket with the actual number.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from quire.server.served_model import get_model
 
 
 def admit(request: Request, resolved: GenerationRequest | VectorRequest) -> AdmissionTicket:
-    """The caller must settle the ticket. Raises what Admission.admit_generation raises."""
+    """The caller must settle the ticket. Raises the errors of Admission.admit_generation."""
     n, max_tokens = 1, None
     if isinstance(resolved, GenerationRequest):
         n, max_tokens = resolved.params.n, resolved.params.max_tokens

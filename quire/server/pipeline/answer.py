@@ -24,7 +24,9 @@ Resolution = ResolvedGeneration | VectorRequest | JsonReply
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises what the pipeline's stations raise; server/routes/error_handlers.py turns it into an error response."""
+    """Raises InvalidRequest, Overloaded and the stations' other errors. server/routes/error_handlers.py makes responses
+    of them.
+    """
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
     if isinstance(resolution, JsonReply):
@@ -65,7 +67,7 @@ async def generate_and_write(
 async def prepare_generation(
     request: Request, resolution: ResolvedGeneration, durable: DurableRequest
 ) -> GenerationRequest:
-    """Everything decided before the engine has work."""
+    """Complete the request before the engine has work."""
     resolved = authorize(request, await check_grammars(request, resolution))
     return resolved.with_identity(await durable.identify(resolved, identify(resolved)))
 
@@ -73,7 +75,7 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Journals after submitting and before the first event is sent. The caller must close the result."""
+    """Journals after submitting, before the first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     await durable.journal(resolved, running)
     return running

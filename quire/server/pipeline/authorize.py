@@ -1,6 +1,5 @@
-"""Fourth station: the caller, its terms and the answer's id.
-
-API keys are checked before the body is read (server/access/authentication.py).
+"""Fourth station: the caller, its terms and the answer's id. server/access/authentication.py checks API keys before the
+body is read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from quire.server.served_model import get_model
 AnyRequest = TypeVar("AnyRequest", bound=ResolvedRequest)
 
 RECEIPT_HEADER = "X-Receipt"
-"""Requests a receipt, like the body's `receipt`."""
 
 
 def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
@@ -52,13 +50,13 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
 
 
 def identify(resolved: ResolvedRequest) -> AnswerIdentity:
-    """The caller may choose the answer's id: the body's request_id or X-Request-Id."""
+    """The body's request_id or X-Request-Id may choose the answer's id."""
     chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
     seed = None
     if isinstance(resolved, GenerationRequest):
         seed = resolved.params.seed
         if resolved.responses_fields is not None and resolved.responses_fields.store:
-            chosen_id = ""  # a caller may give several answers the same id
+            chosen_id = ""  # a caller may reuse an id
     return AnswerIdentity(
         id=f"{resolved.id_prefix}{random_source.token_hex(16)}",
         requested_id=chosen_id,

@@ -1,7 +1,6 @@
-"""Third station: resolve the body within limits of time and memory.
-
-A resolver (server/resolve) is a pure function that parses the body first. Small bodies are resolved in the event loop,
-others in a worker process, which can be killed.
+"""Third station: resolves the body within limits of time and memory. A resolver (server/resolve) is a pure function
+that first parses the body. Small bodies are resolved in the event loop, others in a worker process, which can be
+killed.
 """
 
 from __future__ import annotations
@@ -32,23 +31,22 @@ from quire.server.served_model import ServedModel, get_model
 
 Resolution = TypeVar("Resolution")
 Resolver = Callable[[bytes, ServedModel, ServerConfig], Resolution]
-"""Raises ModelNotFound, InvalidRequest naming the parameter, NeedsWorker and UnfetchedImagesError."""
+"""Raises ModelNotFound, InvalidRequest with the parameter's name, NeedsWorker and UnfetchedImagesError."""
 
 QUICK_BYTES, SMALL_BYTES = 1024, 4096
-"""Larger bodies go to a worker. Several quick ones share a turn of the event loop; a small one takes about a
-millisecond and has its own.
+"""Quick bodies share a turn of the event loop; a small one takes about a millisecond and has its own turn. Larger ones
+go to a worker.
 """
 BYTES_PER_TOKEN_ID = 32
-"""Memory of a list entry beyond its bytes in a message."""
+"""A list entry's memory beyond its bytes in a message."""
 
 
 async def resolve_body(
     request: Request, resolve: Resolver[Resolution], keep_body: Callable[[Sequence[bytes]], None] | None = None
 ) -> Resolution:
-    """`keep_body` receives the body in pieces.
-
-    The result's memory counts until the request is answered (server/access/memory_lease.py). Raises what `resolve`,
-    read_body, WorkerPool.run_job and MemoryLease.grow_lease raise.
+    """`keep_body` receives the body in pieces. The result's memory counts until the request is answered
+    (server/access/memory_lease.py). Raises the errors of `resolve`, read_body, WorkerPool.run_job and
+    MemoryLease.grow_lease.
     """
     async with read_body(request) as body:
         chunks = () if keep_body is None else tuple(body.chunks)
@@ -59,12 +57,12 @@ async def resolve_body(
 
 
 async def parse_request_body(request: Request, body_type: type[BodyType]) -> BodyType:
-    """Raises what `resolve_body` raises, and InvalidRequest naming the field."""
+    """Raises the errors of `resolve_body`, and InvalidRequest with the field's name."""
     return await resolve_body(request, partial(parse_body_as, body=body_type))
 
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
-    """Raises what GrammarChecker.check_grammars raises."""
+    """Raises the errors of GrammarChecker.check_grammars."""
     if not resolved.grammars:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)
@@ -98,7 +96,7 @@ async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve
     try:
         grow_request_lease(request.scope, size)
     except Exception:
-        del resolution  # otherwise the error's traceback keeps it alive
+        del resolution  # the error's traceback would keep it alive
         raise
     return resolution
 
@@ -106,7 +104,7 @@ async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve
 async def _fetch_images(
     runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
 ) -> dict[str, bytes]:
-    """Raises what ImageFetcher.fetch_images raises."""
+    """Raises the errors of ImageFetcher.fetch_images."""
     async with runtime.fetch_semaphore.hold_slot(tenant.name):
         return await runtime.image_fetcher.fetch_images(urls, grow_lease)
 
@@ -126,7 +124,7 @@ def resolve_with_images(
 def resolve_and_measure(
     body: bytes, model: ServedModel, config: ServerConfig, *, resolve: Resolver[Resolution]
 ) -> tuple[Resolution, int]:
-    """Size in bytes, without the prompts' token ids, which the queue bounds. Runs in a worker."""
+    """Also returns the size in bytes, without prompts' token ids, which the queue bounds. Runs in a worker."""
     resolution = resolve(body, model, config)
     measured: object = resolution
     num_ids = num_pixel_bytes = 0

@@ -1,4 +1,4 @@
-"""The last station of stored and background responses also writes to the store."""
+"""The last station of stored and background responses, which also writes to the store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ResponseRecorder:
     writer: ResponsesWriter
 
     async def store_ended_response(self) -> None:
-        """Also adds the response's items to its conversation."""
+        """Also adds the items to the response's conversation."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
         if self.data is None:
@@ -73,7 +73,7 @@ class ResponseRecorder:
 
 
 async def answer_in_background(request: Request, recorder: ResponseRecorder, durable: DurableRequest) -> Response:
-    """Returns the answer's events, or the queued response."""
+    """Returns the event stream, or the queued response."""
     runtime = get_runtime(request)
     server = get_server_context(request)
     resolved = recorder.resolved
@@ -82,9 +82,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
     assert resolved.responses_fields is not None
     close = lease.release_lease
     try:
-        grow_request_lease(
-            request.scope, 2 * len(resolved.responses_fields.echoed_fields)
-        )  # for the copies sent to the caller
+        grow_request_lease(request.scope, 2 * len(resolved.responses_fields.echoed_fields))  # copies for the caller
         running = await begin_generation(request, resolved, durable)
         close = running.close
         queued = writer.current_response("queued")
@@ -126,4 +124,4 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
 
 
 def ignore_disconnect() -> None:
-    """Followers that leave do not end the answer."""
+    """The answer continues when a follower leaves."""

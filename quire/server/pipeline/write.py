@@ -19,9 +19,9 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""Weights of the last token; for a stream, those at its start."""
+"""Version at the last token; for a stream, at its start."""
 MAX_INLINE_NUMBERS = 2**14
-"""Their JSON takes a few milliseconds; a thread writes longer ones."""
+"""Writing their JSON takes a few milliseconds; threads write longer answers."""
 
 
 async def do_nothing() -> None:
@@ -37,8 +37,8 @@ async def write_answer(
     *,
     reader_grace: float = 0.0,
 ) -> Response:
-    """`on_written` is awaited before the answer's last part is sent. `reader_grace`: seconds that a stream continues
-    without its reader. Raises EngineError if the engine fails a whole answer.
+    """`on_written` is awaited before the last part is sent. `reader_grace`: seconds that a stream continues without its
+    reader. Raises EngineError if the engine fails a whole answer.
     """
     if running.generation.request.stream:
         return _write_stream(request, running, writer, durable, on_written, reader_grace)
@@ -146,7 +146,7 @@ async def stream_events(
     on_written: EndCallback,
     transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """Steps that arrive while the stream waits go directly to `transport`, except the first and the last."""
+    """Steps that arrive during a wait go directly to `transport`, except the first and last."""
     generation = running.generation
     resolved = generation.request
     if resolved.continuous_usage:
@@ -161,7 +161,7 @@ async def stream_events(
                 writer.set_usage(generation.usage)
             if resolved.echo and resolved.logprobs:  # one step may hold the whole prompt's log probabilities
                 yield opening + await runtime.loop_work_pacer.run_in_thread(writer.step_events, step)
-            elif events := opening + writer.step_events(step):  # empty if the reader of a resumed stream has seen them
+            elif events := opening + writer.step_events(step):  # empty if a resumed stream's reader has them
                 yield events
                 if is_first and transport is not None and not keeps_logprobs:
                     generation.attach_sink(TransportSink(generation, writer, transport))
@@ -182,7 +182,7 @@ def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
 
 
 class TransportSink:
-    """Kept small: per token, touching memory costs more than the work."""
+    """Kept small: touching memory costs more than the work per token."""
 
     __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
 

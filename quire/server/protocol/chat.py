@@ -92,13 +92,13 @@ class ChatRequest(GenerationBody):
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The last message must be an assistant's."""
+    """The last message must be the assistant's."""
     echo: bool = False
-    """Answers begin with the continued message."""
+    """The answer begins with the continued message."""
     chat_template: str | None = None
     """Replaces the model's, if the operator allows it."""
     add_special_tokens: bool = False
-    """False, because templates write BOS themselves."""
+    """False, because templates write BOS."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: Annotated[list[dict[str, Any]], MaxEntries(MAX_DOCUMENTS)] | None = None
     tools: ToolList = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Base of other APIs' bodies, which are translated to a chat and accept its other fields."""
+"""Base of other APIs' bodies. They are translated to a chat, and accept a chat's other fields."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAT_EXTENSIONS = (
     "documents",
     "add_special_tokens",
 )
-"""Same meaning in every API."""
+"""Mean the same in every API."""
 
 
 class TranslatableBody(ModelBody):
@@ -48,7 +48,7 @@ class TranslatableBody(ModelBody):
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Return parameters without effect. Raises InvalidRequest for unsupported fields of a chat."""
+        """Returns parameters without effect. Raises InvalidRequest for a chat's unsupported fields."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
             if field is None or name in self.accepted_extensions:

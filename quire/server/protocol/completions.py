@@ -22,7 +22,7 @@ class CompletionRequest(GenerationBody):
     best_of: int | None = Field(None, ge=1)
     """Choices to generate; the n with the highest mean log probability per token are returned."""
     suffix: str = ""
-    """Text after the gap, for models trained to fill in the middle."""
+    """Text after the gap, for fill-in-the-middle models."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Limits of bodies' fields. Validation stops at the first excess, before reading the rest."""
+"""Limits of fields. Validation stops at the first excess, before reading the rest."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Per body, including fields without effect."""
+"""Per body, including ineffective fields."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""Limit for logit_bias and stop_token_ids, because each of n answers has a copy."""
+"""For logit_bias and stop_token_ids: each of n answers has a copy."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Every token of an answer reports all."""
+"""Every token of an answer reports all of them."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
 """Number of words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
-"""Per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. In token ids; 16
+"""Token ids per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. 16
 characters of a grammar count as one.
 """
 MAX_CACHE_SALT_LENGTH = 1024
@@ -42,7 +42,7 @@ MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
 """Token ids or prompts; the context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
-"""The context limits them too: each takes at least a token."""
+"""Each takes a token at least, so the context limits them too."""
 MAX_CONTENT_PARTS = 10_000
 """Per message."""
 MAX_DOCUMENTS = 10_000
@@ -54,7 +54,7 @@ MAX_DETOKENIZE_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """A list is refused at its first wrong entry, the others unread."""
+    """Refuses a list at its first wrong entry; the others stay unread."""
 
     max_entries: int
 
@@ -79,7 +79,7 @@ def _text_or_list_tag(value: Any) -> str:
 
 _List = TypeVar("_List")
 TextOrList = Annotated[Annotated[str, Tag("str")] | Annotated[_List, Tag("[]")], Discriminator(_text_or_list_tag)]
-"""Errors in a list are reported only for the list."""
+"""List errors are reported only for the list."""
 BadWord = Annotated[str, StringConstraints(max_length=MAX_BAD_WORD_LENGTH)]
 TokenIds = Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)]
 TextsOrTokenIds = (
@@ -91,7 +91,7 @@ TextsOrTokenIds = (
 
 
 class ExtraFieldsModel(BaseModel):
-    """A part of a body that keeps other fields for the chat template."""
+    """Keeps other fields for the chat template."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -102,7 +102,7 @@ def validate_with_one_error(
     validate: ValidatorFunctionWrapHandler,
     explain_error: Callable[[Any], str] = lambda value: "",
 ) -> Any:
-    """Pydantic would give an error per token and possible type. `explain_error`: a better message, or ""."""
+    """Pydantic would report an error per token and possible type. `explain_error`: a better message, or ""."""
     try:
         return validate(value)
     except ValidationError:

@@ -57,7 +57,7 @@ class ImageBlock(CacheableBlock):
 
     @property
     def url(self) -> str:
-        """The image as a chat has it."""
+        """As in a chat."""
         source = self.source
         return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
 
@@ -68,7 +68,7 @@ class ThinkingBlock(BodyModel):
 
 
 class RedactedThinkingBlock(BodyModel):
-    """Thinking that this server cannot read. It is left out of the prompt."""
+    """This server cannot read it, and leaves it out of the prompt."""
 
     type: Literal["redacted_thinking"]
 
@@ -105,7 +105,7 @@ class InputMessage(BodyModel):
 
 
 class InputTool(CacheableBlock):
-    """A caller's own tool; Anthropic's server tools do not exist here."""
+    """The caller's own tool; Anthropic's server tools do not exist here."""
 
     type: Literal["custom"] = "custom"
     name: ToolNameText
@@ -187,7 +187,7 @@ class MessagesRequest(CountTokensRequest):
     }
 
     max_tokens: TokenLimit
-    """Limited to the context."""
+    """Reduced to the context."""
     stop_sequences: Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None

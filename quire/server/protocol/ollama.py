@@ -1,4 +1,4 @@
-"""POST /api/chat, /api/generate, /api/embed, /api/embeddings and /api/show: Ollama's API."""
+"""Ollama's API: POST /api/chat, /api/generate, /api/embed, /api/embeddings and /api/show."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OllamaMessage(BodyModel):
     content: str = ""
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
-    """Images in base64."""
+    """Base64."""
     tool_calls: Annotated[list[OllamaCall], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -47,7 +47,7 @@ class OllamaMessage(BodyModel):
 
 
 class Options(RequestBody):
-    """Ollama's names for a chat's fields. Other options have no effect."""
+    """Ollama's names of a chat's fields. Other options have no effect."""
 
     num_predict: int | None = None
     """Negative: up to the context."""
@@ -86,9 +86,9 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     system: str | None = None
     suffix: str | None = None
     raw: bool = False
-    """The prompt is not rendered by the template."""
+    """True: the template does not render the prompt."""
     images: list[str] = Field(default_factory=list)
-    """Images in base64."""
+    """Base64."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         if (self.model_extra or {}).get("template"):

@@ -18,23 +18,23 @@ class BroadcastTensor(RequestBody):
 
 class UpdateWeightsRequest(RequestBody):
     path: Annotated[str, Field(max_length=4096)] | None = None
-    """A folder of safetensors or a GGUF file."""
+    """Safetensors folder or GGUF file."""
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
-    """Tensors that rank 0 broadcasts next, in this order. Used instead of path."""
+    """Used instead of path: rank 0 broadcasts these next, in this order."""
     last: bool = True
-    """The model is complete and can be served."""
+    """True: after this request, the model is complete and can be served."""
     mode: Literal["keep", "wait", "abort"] = "keep"
-    """Open requests continue with the new weights, finish first, or are aborted."""
+    """Open requests continue with the new weights (keep), finish first (wait), or end (abort)."""
     version: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,100}$")] | None = None
     """Default: a counter."""
 
 
 class WeightsGroupRequest(RequestBody):
     master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
-    """Address of rank 0, the sender."""
+    """Of rank 0, the sender."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
-    """This server's rank."""
+    """This server's."""
     world_size: Annotated[int, Field(ge=2, le=65536)] = 2
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
@@ -50,7 +50,7 @@ class CallRequest(RequestBody):
     @property
     def call_kwargs(self) -> dict[str, Any]:
         """Raises InvalidRequest."""
-        kwargs = (self.model_extra or {}).get("kwargs", {})  # not usable as a field's name
+        kwargs = (self.model_extra or {}).get("kwargs", {})  # cannot be a field's name
         if not isinstance(kwargs, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")
         return kwargs
@@ -61,7 +61,7 @@ class LoadAdapterRequest(RequestBody):
     lora_path: str = Field(max_length=4096)
     """A PEFT folder, or a hub id."""
     load_inplace: bool = False
-    """Replaces an adapter that is served under this name."""
+    """Replaces the adapter served under this name."""
 
 
 class UnloadAdapterRequest(RequestBody):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank: as in OpenAI, vLLM, Jina and Cohere."""
+"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank, as in OpenAI, vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text or token ids; for a model that accepts images, send them in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Keys of image inputs in the APIs of Jina, vLLM and Cohere."""
+"""Keys of image inputs in Jina's, vLLM's and Cohere's APIs."""
 
 
 def _explain_image_input(value: Any) -> str:
@@ -39,7 +39,7 @@ class PoolingBody(EngineRequestBody):
     truncation_side: Literal["left", "right"] = "right"
     """right keeps the first tokens."""
     use_activation: bool | None = None
-    """Scale embeddings to length 1, or turn scores into probabilities; default: the model's."""
+    """Scale embeddings to length 1, or turn scores into probabilities. Default: the model's."""
     normalize: bool | None = None
     """Alias of use_activation."""
     user: str | None = None
@@ -56,7 +56,7 @@ class InputBody(PoolingBody):
     ]
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """Names one of the model's prefixes for inputs, such as "query"."""
+    """One of the model's prefixes for inputs, such as "query"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,7 +71,7 @@ class InputBody(PoolingBody):
 class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    """Keep only that many first numbers."""
+    """Numbers to keep, from the first."""
 
 
 class ConversationEmbeddingRequest(PoolingBody):
@@ -91,13 +91,13 @@ class CohereEmbedRequest(PoolingBody):
 
     texts: TextList
     input_type: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """search_query, search_document and so on: prepends the model's prefix of that name, or of its last word."""
+    """search_query, search_document and so on: prepends the model's prefix with that name, or with its last word."""
     embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], MaxEntries(4)] = Field(["float"])
-    """binary and ubinary: a bit per number, set if above 0, eight to an int8 or uint8."""
+    """binary and ubinary: a bit per number, set above 0, eight to an int8 or uint8."""
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
-    """Which end to cut from texts beyond the model or max_tokens."""
+    """End to cut from texts beyond the model's limit or max_tokens."""
 
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:
@@ -116,7 +116,6 @@ class ClassificationRequest(InputBody):
 
 class TextPairBody(PoolingBody):
     instruction: str | None = Field(None, max_length=MAX_INSTRUCTION_LENGTH)
-    """How the second text should relate to the first."""
 
 
 class ScoreRequest(TextPairBody):
@@ -154,7 +153,7 @@ class RerankRequest(TextPairBody):
     top_n: int | None = Field(None, ge=0)
     """0 and None: all."""
     return_documents: bool | None = None
-    """Default: true, but false at /v2/rerank."""
+    """Default: true; false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)
 
     @property

@@ -1,4 +1,4 @@
-"""Base classes of bodies: null means not set, and parameters without effect are named or refused."""
+"""Base classes of bodies. null means not set. Parameters without effect are named or refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""Parameters that would change the answer, with their neutral values."""
+"""They would change the answer, so they are refused except with these neutral values."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -66,10 +66,10 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; webhooks are not sent"),
 }
-"""For parameters mostly of SGLang and llama.cpp."""
+"""What to use instead of, mostly, SGLang's and llama.cpp's parameters."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
-"""Others are refused with beam search."""
+"""Beam search refuses others."""
 BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "stream",
     "echo",
@@ -94,13 +94,13 @@ RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
-"""How a conversation was adapted to its chat template."""
+"""Tells how a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
 """Limit for X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
 """Limit for X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
-"""Characters of each name in X-Ignored-Params."""
+"""Characters, in X-Ignored-Params."""
 MAX_SESSION_TTL = 86_400.0
 """Seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
@@ -108,7 +108,7 @@ SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
 
 
 class BodyModel(BaseModel):
-    """A part of a body. Unknown fields have no effect; null means not set."""
+    """Part of a body. Unknown fields have no effect; null means not set."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -136,7 +136,7 @@ class RequestBody(BodyModel):
         return misspelling_hint(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Return parameters without effect. Raises InvalidRequest for unsupported ones."""
+        """Returns parameters without effect. Raises InvalidRequest for unsupported ones."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
             neutral_values = UNSUPPORTED_PARAMS.get(name)
@@ -160,7 +160,7 @@ def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
 
 
 class RepetitionDetection(RequestBody):
-    """An answer ends when its last tokens are min_count times the same pattern, as in vLLM."""
+    """As in vLLM: an answer ends when its last tokens are min_count times the same pattern."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -179,18 +179,18 @@ class RepetitionDetection(RequestBody):
 
 
 class ModelBody(RequestBody):
-    """May name a model or an adapter."""
+    """The model may be an adapter."""
 
     model: str | None = None
 
 
 class EngineRequestBody(ModelBody):
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds for the whole answer; otherwise 408."""
+    """Seconds for the whole answer, then 408."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds for the first token; otherwise 503."""
+    """Seconds until the first token, then 503."""
     request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
-    """Follows the prefix of the answer's id (chatcmpl- …); overrides X-Request-Id."""
+    """Follows the prefix in the answer's id (chatcmpl-…); overrides X-Request-Id."""
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
@@ -198,14 +198,14 @@ class EngineRequestBody(ModelBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Usage so far in every chunk, with include_usage."""
+    """With include_usage: every chunk has the usage so far."""
 
 
 class KvTransferParams(RequestBody):
-    """From vLLM's prefill servers. Only the token ids are used; KV is not transferred."""
+    """Sent by vLLM's prefill servers. Only the token ids are used; KV is not transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)] = Field(default_factory=list)
-    """The whole prompt, which is not tokenized again."""
+    """The whole prompt; it is not tokenized again."""
 
     @model_validator(mode="after")
     def reject_kv_transfer(self) -> KvTransferParams:
@@ -228,7 +228,7 @@ def _sampling_body_fields() -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class SamplingBody(EngineRequestBody):
-        """Has the fields of COPIED_SAMPLING_FIELDS."""
+        """Has the COPIED_SAMPLING_FIELDS."""
 
         temperature: float | None
 else:
@@ -236,8 +236,6 @@ else:
 
 
 class GenerationBody(SamplingBody):
-    """Shared by completions and chats."""
-
     max_tokens: int | None = None
     """-1: up to the context."""
     logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
@@ -249,39 +247,39 @@ class GenerationBody(SamplingBody):
     stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
     prompt_logprobs: int | None = Field(None, ge=0)
     logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
-    """Reported in logprobs instead of the most likely."""
+    """Reported in logprobs instead of the likeliest tokens."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Tokens to keep; -1: as many as fit with the answer."""
     truncation_side: Literal["left", "right"] = "left"
     """left keeps the last tokens."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Name tokens `token_id:123` in logprobs, because texts may be equal."""
+    """logprobs name tokens `token_id:123`: texts may be equal."""
     kv_transfer_params: KvTransferParams | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
-    """guided_ fields are vLLM's older names of structured_outputs."""
+    """The guided_ fields are vLLM's older names of structured_outputs."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], MaxEntries(MAX_STRUCTURED_CHOICES)] | None = None
     guided_grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
-    """The n best of n beams; not for streams."""
+    """Returns the n best of n beams; not for streams."""
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
-    """Log probabilities are divided by length to this power."""
+    """Log probabilities are divided by length ** length_penalty."""
     receipt: bool = False
-    """Requests a receipt for `quire replay`, like the header X-Receipt: 1."""
+    """For `quire replay`, like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
     """The conversation; its KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds to keep KV, also without session_id."""
+    """Seconds to keep KV, even without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
-    """OpenAI's: keeps KV for DEFAULT_KEEP_SECONDS, like session_id."""
+    """OpenAI's session_id: keeps KV for DEFAULT_KEEP_SECONDS."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """OpenAI's: 24h means MAX_SESSION_TTL."""
+    """24h means MAX_SESSION_TTL."""
 
     @property
     def prompt_cache_retention_seconds(self) -> float:
@@ -296,7 +294,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Returns the prompt ids of another server; empty if there are none."""
+        """Another server's prompt ids; empty without them."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
@@ -336,8 +334,8 @@ class GenerationBody(SamplingBody):
 
 
 def _ignored_format_params(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
-    """Answers always follow a schema exactly, `strict` or not, with the only backend, and with a space after a comma or
-    colon if the model writes one.
+    """There is one backend. Answers follow schemas exactly, `strict` or not; the model decides on spaces after commas
+    and colons.
     """
     schema = response_format.get("json_schema")
     schema = schema if isinstance(schema, dict) else {}
@@ -359,8 +357,8 @@ def _non_null_items(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
-    """Raises InvalidRequest if the server is strict. Names come from the caller: unsafe characters are replaced, many
-    or long names truncated.
+    """Raises InvalidRequest if the server is strict. Names come from callers: unsafe characters are replaced, many or
+    long names truncated.
     """
     if names and strict:
         raise InvalidRequest(f"{names[0]} has no effect here", param=names[0])

@@ -18,12 +18,12 @@ def namespaced_tool_name(namespace: str, name: str) -> str:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Base64 for the client to send back; not secret."""
+    """Returns base64 for the client to send back; not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def decode_reasoning_or_empty(encrypted_content: str) -> str:
-    """Empty for another server's content."""
+    """ "" for another server's content."""
     try:
         return base64.b64decode(encrypted_content, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -104,7 +104,7 @@ class Reasoning(BodyModel):
 
 
 def item_type(item: Any) -> Any:
-    """A message may omit it."""
+    """Messages may omit it."""
     return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
 
 

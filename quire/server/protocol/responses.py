@@ -19,8 +19,8 @@ MAX_METADATA_ENTRIES = 16
 MAX_IDENTIFIER_LENGTH = 64
 """OpenAI's limit for safety_identifier and prompt_cache_key."""
 MAX_ECHOED_BYTES = 1 << 20
-"""For instructions, tools and text.format, which every open answer holds to repeat them. Agents with a hundred tools
-have 100 KB.
+"""For instructions, tools and text.format, which open answers hold to repeat them. Agents with a hundred tools have 100
+KB.
 """
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -45,7 +45,7 @@ class GrammarFormat(BodyModel):
 
 
 class CustomTool(BodyModel):
-    """A tool with free text as input."""
+    """Takes free text."""
 
     type: Literal["custom"]
     name: ToolNameText
@@ -58,13 +58,13 @@ class CustomTool(BodyModel):
 
 
 class SearchTool(BodyModel):
-    """OpenAI's tools that agents offer unasked; hidden from the model."""
+    """Agents offer OpenAI's search tools unasked; they are hidden from the model."""
 
     type: Literal["web_search", "web_search_preview", "tool_search"]
 
 
 class NamespaceTool(BodyModel):
-    """The model sees these tools as NAMESPACE.NAME."""
+    """The model sees its tools as NAMESPACE.NAME."""
 
     type: Literal["namespace"]
     name: ToolNameText
@@ -152,14 +152,14 @@ class ResponsesRequest(TranslatableBody):
     truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Without effect: there is no obfuscation."""
+    """Without effect, because there is no obfuscation."""
     store: bool | None = None
     """Default: true if the server stores responses."""
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
-    """Has no effect except that the answer repeats it."""
+    """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt: Any = None
     """Not supported."""
@@ -170,7 +170,7 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-        """(namespace or "", tool), without search tools."""
+        """Yields (namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

@@ -62,9 +62,9 @@ class ItemsRequest(RequestBody):
 
 
 class WarmRequest(ModelBody):
-    """POST /v1/sessions/{id}/warm; the body is optional."""
+    """POST /v1/sessions/{id}/warm. The body is optional."""
 
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
     """That of the conversation's requests."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds from now; default: its last request's."""
+    """Seconds from now. Default: the last request's."""

@@ -14,14 +14,14 @@ from quire.server.protocol.tools import ToolList
 
 
 class TokenizeRequest(ModelBody):
-    """A prompt, or the messages of a chat."""
+    """Has a prompt, or a chat's messages."""
 
     prompt: str | None = None
     content: str | None = None
-    """llama.cpp's prompt, without special tokens unless add_special."""
+    """llama.cpp's prompt; no special tokens unless add_special."""
     add_special: bool = False
     with_pieces: bool = False
-    """Return ids with texts, or bytes that are not text."""
+    """Return ids with their texts, or their bytes if these are not text."""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""

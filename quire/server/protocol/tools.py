@@ -1,4 +1,4 @@
-"""Tools of a chat, and calls in its earlier turns."""
+"""A chat's tools, and calls in earlier turns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GrammarFormat(ExtraFieldsModel):
 
 
 class CustomSpec(ExtraFieldsModel):
-    """A tool with free text as input."""
+    """Takes free text."""
 
     name: ToolNameText
     description: str | None = None
@@ -125,7 +125,7 @@ class AllowedNames(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Only these tools may be called; the model sees no others."""
+    """Only these may be called; the model sees no others."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -152,11 +152,11 @@ ToolChoice = Annotated[
 class CalledFunction(ExtraFieldsModel):
     name: str
     arguments: str | dict[str, Any] = Field(default="{}")
-    """JSON text as in OpenAI's API; some clients send the object."""
+    """JSON text, as in OpenAI's API; some clients send an object."""
 
 
 class ToolCall(ExtraFieldsModel):
-    """A call in an earlier turn."""
+    """In an earlier turn."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -169,14 +169,14 @@ class CustomInput(ExtraFieldsModel):
 
 
 class CustomToolCall(ExtraFieldsModel):
-    """A custom tool's call in an earlier turn."""
+    """In an earlier turn."""
 
     id: str | None = None
     type: Literal["custom"]
     custom: CustomInput
 
     def to_function_call(self) -> dict[str, Any]:
-        """Returns the call as the model wrote it: a function call with the input as its argument."""
+        """As the model wrote it: a function call with the input as its argument."""
         arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}

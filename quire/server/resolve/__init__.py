@@ -1,1 +1,1 @@
-"""Turns pydantic bodies into GenerationRequests. Every InvalidRequest names its parameter."""
+"""Turns bodies into GenerationRequests. Functions raise ModelNotFound, and InvalidRequest with the parameter's name."""

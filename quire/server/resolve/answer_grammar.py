@@ -11,9 +11,9 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Response header: schemas with objects that were left open, because it cannot be decided which schemas they merge."""
+"""Schemas with objects left open, because it cannot be decided which schemas they merge."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""Lists tools with calls that follow only a part of their schema, because no grammar can enforce all of it."""
+"""Tools with calls that follow only part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 
@@ -23,13 +23,12 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """Content includes what the model writes around it in a chat."""
+    """In a chat, content includes what the model writes around it."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
-        """Grammars to check, with their parameters. Answers match the last one; an empty list allows any text.
-
+        """Returns grammars to check, with their parameters. Answers match the last one; an empty list allows any text.
         If tools must be called, a requested format is ignored. If they may be called, an answer is either calls or
-        content in that format. Raises InvalidRequest.
+        content in that format.
         """
         first: list[tuple[str, Grammar]] = []
         delimiters = model.chat_formats.content_delimiters if self.has_content_delimiters else None
@@ -39,7 +38,7 @@ class AnswerGrammar:
         call = self.tools.build_tool_grammar(model.tokenizer, calls_only=answer_grammar is not None)
         if call is not None:
             if answer_grammar is not None and not self.tools.required_tools:
-                first = [answer_grammar]  # separate, so that errors name its parameter
+                first = [answer_grammar]  # listed alone, because errors name its parameter
                 call = either_grammar(add_content_delimiters(answer_grammar[1], delimiters, model.tokenizer), call)
             answer_grammar = "tools", call
         elif answer_grammar is not None:

@@ -26,14 +26,13 @@ from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
 
 PROMPT_TAIL_TOKENS = 32
-"""Tokens at the prompt's end that tell whether it is in thinking."""
+"""The prompt's last tokens show whether the model is thinking."""
 
 
 CHAT_FORM = AnswerForm(ChatWriter, "chatcmpl-")
 
 
 def resolve_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, InvalidRequest."""
     return resolve_chat_request(parse_body(body_bytes, ChatRequest), model, config)
 
 
@@ -46,7 +45,7 @@ def resolve_chat_request(
     ignored: Sequence[str] = (),
     caller_fields: CallerFields | None = None,
 ) -> ResolvedGeneration:
-    """`ignored`: further ineffective parameters. Raises ModelNotFound, InvalidRequest."""
+    """`ignored`: further parameters without effect."""
     name = model.resolve_model_name(body.model)
     tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
     ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
@@ -73,7 +72,7 @@ def resolve_chat_request(
     )
     answer = AnswerGrammar(replace(tools, template_tools=None), requested_grammar(body, config), message)
     grammars = answer.build_grammars(model)
-    if message is not None and not grammars:  # otherwise a grammar defines calls
+    if message is not None and not grammars:  # with one, a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
     return build_generation(
         body,
@@ -93,7 +92,7 @@ def resolve_chat_request(
 
 
 def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
-    """The template is the request's, or else the model's."""
+    """A request's template replaces the model's."""
     template = body.chat_template or formats.template_text
     switched = formats.thinking_switch if body.chat_template is None else NO_SWITCH
     known = SWITCH_ALIASES if switched.is_switchable else ()

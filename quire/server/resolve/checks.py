@@ -11,11 +11,11 @@ from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000
-"""Limit of a call."""
+"""Per call."""
 
 
 class NeedsWorker(Exception):
-    """Raised if only a worker process may do this, because a worker can be killed."""
+    """Only a worker may do this, because workers can be killed."""
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: int) -> None:
@@ -26,7 +26,7 @@ def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: 
 
 
 def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
-    """`num_tokens`: of all prompts, because the engine sends them in one message."""
+    """`num_tokens`: of all prompts, because the engine sends their log probabilities in one message."""
     if alternatives is not None and num_tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs (or logprobs with echo) of {num_tokens} prompt tokens with {alternatives} alternatives "
@@ -36,7 +36,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """Sizes per answer, by field: token ids, and a grammar's characters / 16."""
+    """Per answer, by field: number of token ids; a grammar's characters / 16."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
@@ -65,7 +65,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
 
 
 def check_no_surrogates(text: str, param: str) -> None:
-    """JSON can spell half a surrogate pair, but UTF-8 cannot."""
+    """JSON can spell half a surrogate pair; UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -75,7 +75,7 @@ def check_no_surrogates(text: str, param: str) -> None:
 
 
 def check_json_no_surrogates(value: Any, param: str) -> None:
-    """Checks values that answers repeat."""
+    """For values that answers repeat."""
     check_no_surrogates(json.dumps(value, ensure_ascii=False), param)
 
 

@@ -25,7 +25,6 @@ COMPLETION_FORM = AnswerForm(CompletionWriter, "cmpl-")
 
 
 def resolve_completion(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, InvalidRequest."""
     return resolve_completion_request(parse_body(body_bytes, CompletionRequest), model, config)
 
 
@@ -38,7 +37,7 @@ def resolve_completion_request(
     ignored: Sequence[str] = (),
     questions: Sequence[OptionQuestion] = (),
 ) -> ResolvedGeneration:
-    """`ignored`: further ineffective parameters. Raises ModelNotFound, InvalidRequest."""
+    """`ignored`: further parameters without effect."""
     name = model.resolve_model_name(body.model)
     headers = ignored_params_header([*ignored, *body.check_params_and_list_ignored()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)

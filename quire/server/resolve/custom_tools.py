@@ -21,7 +21,6 @@ def can_enforce_patterns(format: ToolFormat) -> bool:
 
 
 def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool) -> FunctionSpec:
-    """Raises InvalidRequest."""
     description, grammar = tool.description or "", tool.input_grammar
     if grammar is None:
         return FunctionSpec(name=tool.name, description=description, parameters=input_schema(None))

@@ -20,21 +20,21 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 
 MAX_JSON_DEPTH = 100
 MAX_LISTED_ERRORS = 10
-"""Limit per message."""
+"""Per message."""
 _OBJECT_ERRORS = ("dict_type", "model_type", "model_attributes_type")
 """pydantic words these errors in Python terms."""
 _UNREADABLE_CONTENT = ("audio", "video", "file", "document")
-"""Parts of the names of unsupported content types."""
+"""Parts of unsupported content types' names."""
 _QUOTED_WORD = re.compile(r"'([^']*)'")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NON_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
-"""Maps brackets to signed bytes: opening +1, closing -1."""
+"""Maps brackets to signed bytes: +1 opening, -1 closing."""
 
 
 def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
-    """Raises InvalidRequest. Lists stop at the first wrong entry."""
+    """Lists stop at the first wrong entry."""
     return validate_body(read_json_object(body), model)
 
 
@@ -44,7 +44,6 @@ def parse_body_as(body_bytes: bytes, model: ServedModel, config: ServerConfig, *
 
 
 def read_json_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest."""
     if is_too_deep(body):
         raise InvalidRequest(f"The body is nested more than {MAX_JSON_DEPTH} levels deep")
     try:
@@ -60,7 +59,6 @@ def read_json_object(body: bytes) -> dict[str, Any]:
 
 
 def validate_body(body_fields: dict[str, Any], model: type[BodyType]) -> BodyType:
-    """Raises InvalidRequest."""
     try:
         return model.model_validate(body_fields)
     except ValidationError as error:
@@ -71,7 +69,7 @@ def validate_body(body_fields: dict[str, Any], model: type[BodyType]) -> BodyTyp
 
 
 def is_too_deep(body: bytes) -> bool:
-    """Ignores brackets in strings. The body need not be valid JSON."""
+    """Ignores brackets in strings. Also takes invalid JSON."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return False
     changes = array("b", _JSON_STRING.sub(b"", body).translate(_BRACKET_DEPTHS, _NON_BRACKETS))
@@ -79,7 +77,7 @@ def is_too_deep(body: bytes) -> bool:
 
 
 def validation_message(details: Sequence[Any], body_fields: dict[str, Any], model: type[BaseModel]) -> str:
-    """One message per path: for a union the first, or one of ours."""
+    """Keeps one message per path: for a union, the first or one of ours."""
     by_place: dict[str, str] = {}
     for one in details:
         place, value = _error_path_and_value(one, body_fields)
@@ -89,8 +87,8 @@ def validation_message(details: Sequence[Any], body_fields: dict[str, Any], mode
 
 
 def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
-    """Return a path such as messages[0].role and its value; for a missing field, its object's value. Omits names of
-    union members, which pydantic adds.
+    """A path such as messages[0].role and its value; for a missing field, its object's value. Omits union members'
+    names, which pydantic adds.
     """
     path = list(detail["loc"])
     missing = [path.pop()] if detail["type"] == "missing" else []
@@ -104,9 +102,7 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """True if `part` is the object's kind and not its field of that name: the path continues with another of the
-    object's own fields.
-    """
+    """True if `part` is the object's kind and not its field: another of its fields follows in the path."""
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 

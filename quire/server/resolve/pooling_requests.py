@@ -41,13 +41,11 @@ _CHAT_FIELDS = (
     "chat_template_kwargs",
     "truncate_prompt_tokens",
 )
-"""Fields that a chat has too."""
 MAX_VECTOR_NUMBERS = 2**24
-"""Limit of an answer with a vector per token."""
+"""Per answer with a vector per token."""
 
 
 def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body_fields = read_json_object(body_bytes)
     if body_fields.get("messages") is not None and body_fields.get("input") is None:
         return _resolve_conversation_embedding(
@@ -66,7 +64,6 @@ def build_embedding_request(
     *,
     one_vector_per_text: bool = True,
 ) -> VectorRequest:
-    """`one_vector_per_text`: texts must have one vector each. Raises ModelNotFound, InvalidRequest."""
     check_pooling_task(body, "embed", model)
     if one_vector_per_text:
         check_one_vector_per_text(model)
@@ -78,7 +75,6 @@ def build_embedding_request(
 def _resolve_conversation_embedding(
     body: ConversationEmbeddingRequest, body_fields: Mapping[str, Any], model: ServedModel, config: ServerConfig
 ) -> VectorRequest:
-    """Raises what build_embedding_request and build_chat_prompt raise."""
     check_pooling_task(body, "embed", model)
     same = {name: body_fields[name] for name in _CHAT_FIELDS if name in body_fields}
     chat = validate_body({"add_generation_prompt": False, **same}, ChatRequest)
@@ -101,14 +97,12 @@ def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, mod
 
 
 def check_one_vector_per_text(model: ServedModel) -> None:
-    """Raises InvalidRequest."""
     if model.pooling is not None and model.pooling.pooling_type == "none":
         message = "this endpoint needs one vector per text, and --pooling-type none gives one per token"
         raise InvalidRequest(message, param="model")
 
 
 def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, PoolingRequest)
     task = body.task or ("classify" if "classify" in model.tasks else "embed")
     check_pooling_task(body, task, model)
@@ -125,7 +119,6 @@ def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 
 
 def resolve_classification(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ClassificationRequest)
     check_pooling_task(body, "classify", model)
     params = PoolingParams(task="classify", activation=body.wants_activation)
@@ -136,7 +129,6 @@ def resolve_classification(body_bytes: bytes, model: ServedModel, config: Server
 
 
 def check_pooling_task(body: PoolingBody, task: Task, model: ServedModel) -> None:
-    """Raises ModelNotFound, InvalidRequest."""
     model.resolve_model_name(body.model)
     model.check_task(task)
 
@@ -185,7 +177,7 @@ def build_vector_request(
 
 
 def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
-    """At least one. Raises InvalidRequest."""
+    """Returns at least one."""
     inputs = list_inputs(body.input, "input")
     check_num_inputs(len(inputs), "input")
     texts = [one for one in inputs if isinstance(one, str)]
@@ -197,7 +189,6 @@ def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
 
 
 def truncate_input_ids(body: InputBody, ids: list[int], model: ServedModel) -> list[int]:
-    """Raises InvalidRequest."""
     check_token_ids(ids, model.vocab_size, "input")
     limit = input_truncation_limit(body, model)
     ids = ids if limit is None else truncate_ids(ids, limit, body.truncation_side)
@@ -213,7 +204,6 @@ def tokenize_texts(
     *,
     add_special_tokens: bool | None = None,
 ) -> list[list[int]]:
-    """Raises InvalidRequest."""
     check_num_inputs(len(texts), param)
     limit = input_truncation_limit(body, model)
     if add_special_tokens is None:
@@ -234,7 +224,7 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """Defaults to the model's default prompt. Raises InvalidRequest."""
+    """None: the model's default prompt."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name
@@ -247,7 +237,7 @@ def prompt_by_name(name: str | None, model: ServedModel) -> str:
 
 
 def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
-    """None: unlimited. Raises InvalidRequest."""
+    """None: unlimited."""
     return resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
 
 

@@ -23,7 +23,7 @@ from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_
 from quire.server.served_model import ServedModel
 
 SLICE_CHARACTERS = 16_000
-"""Characters tokenized at once to see whether a long text fits."""
+"""Tokenized at once to see whether a long text fits."""
 INFILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -37,7 +37,7 @@ CODESTRAL_INFILL_TOKENS = ("[SUFFIX]", "[PREFIX]")
 
 
 def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
-    """At least one. Raises InvalidRequest."""
+    """Returns at least one."""
     prompt = body.prompt
     if body.transferred_prompt_ids and (
         body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))
@@ -59,7 +59,7 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
             check_token_ids(one, model.vocab_size, "kv_transfer_params" if body.transferred_prompt_ids else "prompt")
             prompts.append(Prompt(one))
     if body.suffix:
-        # SentencePiece adds a space before the suffix, but there is none after a mark.
+        # SentencePiece would add a space before the suffix, but none belongs after a mark.
         lead = "\u263a" if model.tokenizer.strips_first_space else ""
         lead_ids, suffix = check_and_encode_texts(model, [lead, lead + body.suffix], False, "suffix")
         suffix = suffix[len(lead_ids) :]
@@ -78,7 +78,7 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
 
 
 def list_inputs(field_value: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
-    """The field is a text, a list of token ids, or a list of these. Raises InvalidRequest if it is empty."""
+    """A text, a list of token ids, or a list of these. Raises InvalidRequest if it is empty."""
     if isinstance(field_value, str):
         return [field_value]
     ids = [one for one in field_value if isinstance(one, int)]
@@ -96,7 +96,7 @@ def check_num_inputs(count: int, param: str, what: str = "inputs") -> None:
 
 
 def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """Adds the texts for `echo`: texts as given, and token ids decoded with special tokens."""
+    """Adds texts as given; decodes token ids with special tokens."""
     echo_prompts = []
     for each in prompts:
         text, offsets = each.text, list[int]()
@@ -112,7 +112,7 @@ def build_infill_ids(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix_ids: Sequence[int], *, add_special_tokens: bool
 ) -> list[int]:
     """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens. Raises
-    InvalidRequest if the tokenizer has no such marks.
+    InvalidRequest if the tokenizer lacks the marks.
     """
     begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
@@ -129,9 +129,8 @@ def build_infill_ids(
 def build_chat_prompt(
     body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
 ) -> Prompt:
-    """`trusted`: the request may bring a template. Raises InvalidRequest."""
     longest = model.context_length
-    if len(body.messages) > longest:  # Each takes a token at least, and templates are slow.
+    if len(body.messages) > longest:  # Each message takes at least a token, and templates are slow.
         raise ContextLengthExceeded(
             f"{len(body.messages)} messages do not fit in this model's context of {longest} tokens",
             param="messages",
@@ -152,7 +151,7 @@ def build_chat_prompt(
 
 
 def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequence[RequestImage]) -> Prompt:
-    """Use token ids that another server made. Raises InvalidRequest."""
+    """Another server made the token ids."""
     if images or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")
@@ -161,7 +160,7 @@ def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequenc
 
 
 def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
-    """Truncate on request. Raises InvalidRequest if the prompt is too long."""
+    """Truncates on request. Raises InvalidRequest if the prompt is too long."""
     prompt = truncate_prompt(
         Prompt(ids), body, max_prompt_tokens(body.max_completion_tokens or body.max_tokens, 1, model), model
     )
@@ -172,7 +171,6 @@ def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> 
 def build_multimodal_chat_prompt(
     body: ChatRequest, model: ServedModel, conversation: RenderedConversation, images: Sequence[RequestImage]
 ) -> Prompt:
-    """Raises InvalidRequest."""
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: a prompt with images cannot be truncated", param="truncate_prompt_tokens"
@@ -190,9 +188,7 @@ def build_multimodal_chat_prompt(
 
 
 def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """Builds a prompt for models that give images their own vectors. It accepts exactly one text or image. Raises
-    InvalidRequest.
-    """
+    """For models that give images their own vectors. Accepts exactly one text or image."""
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model embeds one text or one image, and these are {len(parts)}"
@@ -215,7 +211,6 @@ def _message_texts(message: ChatMessage) -> list[str]:
 
 
 def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
-    """Raises InvalidRequest."""
     images = requested_images(messages, model)
     if not images:
         return text
@@ -225,7 +220,7 @@ def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage]
 
 
 def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises what collect_images raises, and NeedsWorker because image files may be hostile."""
+    """Raises the errors of collect_images, and NeedsWorker because image files may be hostile."""
     if model.multimodal_prompt_builder is not None and not model.expendable and has_images(messages):
         raise NeedsWorker
     return collect_images(messages, model)
@@ -260,8 +255,8 @@ def final_message_text(body: ChatRequest, text: str) -> str:
 
 
 def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
-    """A request's own template must be `trusted`. Raises InvalidRequest, and NeedsWorker because the template may never
-    end or fill the memory.
+    """A request's own template must be `trusted`. It raises NeedsWorker, because it may never end or may fill the
+    memory.
     """
     if chat_template is None:
         return model.chat_renderer
@@ -281,7 +276,7 @@ def max_prompt_tokens(max_tokens: int | None, default: int, model: ServedModel) 
 
 
 def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model: ServedModel) -> Prompt:
-    """truncate_prompt_tokens -1 stands for `max_tokens`. Raises InvalidRequest."""
+    """truncate_prompt_tokens -1 stands for `max_tokens`."""
     limit = resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, max_tokens)
     if limit is None or len(prompt.ids) <= limit:
         return prompt
@@ -289,7 +284,7 @@ def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model
 
 
 def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit: int) -> int | None:
-    """None: unlimited. `auto_limit`: what -1 stands for. Raises InvalidRequest."""
+    """None: unlimited. `auto_limit`: replaces -1."""
     if limit == 0 or (limit or 0) > context_length:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or from 1 to the context length, {context_length}; got {limit}",
@@ -317,7 +312,7 @@ def check_and_encode_texts(
 def encode_rendered_conversation(
     model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, will_truncate: bool = False
 ) -> list[int]:
-    """Special tokens in moved texts are plain text. Raises InvalidRequest."""
+    """Special tokens in moved texts are plain text."""
     if not conversation.moved_texts:
         return check_and_encode_texts(
             model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate
@@ -339,9 +334,8 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Reject much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded if
-    they exceed the context by 10 %, which cuts between words cannot explain. Nearer misses are found when the whole is
-    tokenized.
+    """Reject much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded for
+    10 % too many, which cuts between words cannot explain. Tokenizing the whole finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return
@@ -360,7 +354,7 @@ def check_text_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def split_into_slices(text: str) -> Iterator[str]:
-    """Cut before a space in the second half, if there is one."""
+    """Cuts before a space in the slice's second half, if any."""
     start = 0
     while len(text) - start > SLICE_CHARACTERS:
         space = text.rfind(" ", start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS)

@@ -17,7 +17,7 @@ from quire.server.resolve.checks import check_no_surrogates
 
 
 def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, GrammarWithOpenObjects] | None:
-    """Return the parameter and its grammar. Raises InvalidRequest."""
+    """Also returns the parameter."""
     requests: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
         requests += [("response_format", *one) for one in _response_format_constraints(body.response_format)]
@@ -47,7 +47,7 @@ def _response_format_constraints(response_format: dict[str, Any]) -> list[tuple[
     kind = response_format.get("type")
     if kind == "text":
         return []
-    if kind == "json_object":  # with a schema from llama.cpp's clients or TGI's (huggingface_hub)
+    if kind == "json_object":  # llama.cpp's clients and TGI's (huggingface_hub) send a schema
         schema = response_format.get("schema", response_format.get("value"))
         return [("json_object", True) if schema is None else ("json", schema)]
     if kind == "json_schema":

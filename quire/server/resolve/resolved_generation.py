@@ -30,19 +30,19 @@ class AnswerForm:
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """The API's field names by their names in a chat or completion."""
+    """By their names in a chat or completion."""
     allows_receipt: bool = True
     """False if the generated text is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGeneration:
-    """Can run once its grammars are known to compile."""
+    """Can run once its grammars compile."""
 
     request: GenerationRequest
     form: AnswerForm
     grammars: Sequence[tuple[str, Grammar]] = ()
-    """To check in this order. Answers match the last one."""
+    """Checked in this order. Answers match the last one."""
     answer_grammar: AnswerGrammar | None = None
     """Makes the last grammar; None if it cannot be weakened."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
@@ -53,12 +53,11 @@ class ResolvedGeneration:
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
-        """Return the last grammar, which the checker has accepted."""
+        """The last grammar, after the checker has accepted it."""
         param, grammar = self.grammars[-1]
         return CheckedGrammar(param, grammar, self.schema_headers)
 
     def build_weaker_grammar(self, weaker: AnswerGrammar, model: ServedModel) -> CheckedGrammar:
-        """Raises InvalidRequest."""
         param, grammar = weaker.build_grammars(model)[-1]
         check_grammar_length(param, grammar)
         return CheckedGrammar(self.form.field_names.get(param, param), grammar, weaker.schema_headers())
@@ -82,8 +81,8 @@ def build_generation(  # noqa: PLR0913 (the fields of a request that its body al
     answer_grammar: AnswerGrammar | None = None,
     schema_headers: Mapping[str, str] | None = None,
 ) -> ResolvedGeneration:
-    """`model`: name for the answer. Raises InvalidRequest for beam search with a grammar, and for too large prompt
-    logprobs or copied parameters.
+    """`model`: the answer's. Raises InvalidRequest for beam search with a grammar, and for too large prompt logprobs or
+    copied parameters.
     """
     check_total_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
     for param, grammar in grammars:

@@ -12,7 +12,7 @@ from quire.server.resolve.checks import check_no_surrogates, check_token_ids
 from quire.server.served_model import ServedModel
 
 CLIPPED_HEADER = "X-Max-Tokens-Clipped"
-"""Its value is the context length. Sent if max_tokens exceeds that."""
+"""The context length, if max_tokens exceeds it."""
 
 
 def resolve_sampling_params(
@@ -25,7 +25,7 @@ def resolve_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Defaults come from generation_config.json. Raises InvalidRequest."""
+    """Defaults come from generation_config.json."""
     model.check_task("generate")
     if max_tokens == -1:
         max_tokens = None
@@ -75,7 +75,7 @@ def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: 
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
-    """Set if max_tokens exceeds the model's context."""
+    """Empty unless max_tokens exceeds the context."""
     most = model.context_length
     return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
 

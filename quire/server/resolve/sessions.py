@@ -15,7 +15,6 @@ from quire.server.served_model import ServedModel
 
 
 def parse_warm_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> WarmRequest:
-    """Raises InvalidRequest, ModelNotFound."""
     body = parse_body(body_bytes or b"{}", WarmRequest)
     model.resolve_model_name(body.model)
     ignored_params_header(body.check_params_and_list_ignored(), config.strict)
@@ -25,7 +24,7 @@ def parse_warm_request(body_bytes: bytes, model: ServedModel, config: ServerConf
 def resolve_warm_request(
     session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
-    """Generate one token and discard it. The engine recognizes the conversation by its tokens and keeps it as its last
+    """Generates one token, to discard. The engine recognizes the conversation by its tokens, and keeps it as its last
     request asked. Raises ModelNotFound if the adapter is gone.
     """
     ids = turn.token_ids[: model.context_length - 1]

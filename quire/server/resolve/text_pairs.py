@@ -1,4 +1,4 @@
-"""Cross-encoders read pairs, embedding models read each text once."""
+"""Cross-encoders read pairs of texts; embedding models read each text once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ PairInputs = tuple[list[VectorInput], ScorePairs]
 
 
 def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ScoreRequest)
     names = ("text_1", "text_2") if body.queries is None else ("queries", "documents")
     firsts, seconds = body.first_texts, body.second_texts
@@ -52,7 +51,7 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
 def resolve_rerank(
     body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False
 ) -> VectorRequest:
-    """Jina's API, or Cohere's v2. Raises ModelNotFound, InvalidRequest."""
+    """Jina's API, or Cohere's v2."""
     body = parse_body(body_bytes, RerankRequest)
     documents = body.document_texts
     if not documents:
@@ -75,7 +74,7 @@ def build_pair_inputs(
     if body.truncation_side != "right":
         raise InvalidRequest("truncation_side is always right for pairs of texts", param="truncation_side")
     if not model.expendable and sum(map(len, firsts)) + sum(map(len, seconds)) > MAX_INLINE_CHARACTERS:
-        raise NeedsWorker  # a short body may pair a long text many times
+        raise NeedsWorker  # a short body can repeat a long text
     pooling = model.pooling
     _check_can_score(body, model)
     if "classify" not in model.tasks or pooling is None:
@@ -102,7 +101,6 @@ def build_pair_inputs(
 
 
 def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
-    """Raises ModelNotFound, InvalidRequest."""
     if model.tasks == ("generate",):
         name = model.resolve_model_name(body.model)
         what = f"The model `{name}` generates text and cannot score pairs of texts"
@@ -112,19 +110,17 @@ def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
 
 
 def _refuse_instruction(body: TextPairBody) -> None:
-    """Raises InvalidRequest."""
     if body.instruction is not None:
         raise InvalidRequest("instruction needs a model that reads one", param="instruction")
 
 
 def _refuse_document_limit(body: TextPairBody) -> None:
-    """Raises InvalidRequest."""
     if isinstance(body, RerankRequest) and body.max_tokens_per_doc is not None:
         raise InvalidRequest(NO_LIMIT_MESSAGE, param="max_tokens_per_doc")
 
 
 def _pair_truncation_limit(body: TextPairBody, model: ServedModel) -> int | None:
-    """Rankings truncate, as the original APIs do; scores only on request."""
+    """Rankings truncate, as in the original APIs; scores only on request."""
     limit = input_truncation_limit(body, model)
     return model.context_length if limit is None and isinstance(body, RerankRequest) else limit
 
@@ -160,7 +156,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """For Qwen3-Reranker. Too long prompts lose the end of the document."""
+    """For Qwen3-Reranker. Too long prompts lose the document's end."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

@@ -22,12 +22,10 @@ TokenizeBody = TypeVar("TokenizeBody", TokenizeRequest, DetokenizeRequest)
 @dataclass(frozen=True, slots=True)
 class JsonReply:
     body: bytes
-    """JSON."""
     headers: dict[str, str]
 
 
 def answer_tokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """Raises ModelNotFound, InvalidRequest."""
     body, headers = _parse_request(body_bytes, TokenizeRequest, model, config)
     conversation, special = _text_to_tokenize(body, model, config)
     special = special if body.add_special_tokens is None else body.add_special_tokens
@@ -42,7 +40,6 @@ def answer_tokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 
 
 def answer_apply_template(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, TokenizeRequest)
     model.resolve_model_name(body.model)
     if body.messages is None:
@@ -57,7 +54,7 @@ def answer_apply_template(body_bytes: bytes, model: ServedModel, config: ServerC
 def _parse_request(
     body_bytes: bytes, kind: type[TokenizeBody], model: ServedModel, config: ServerConfig
 ) -> tuple[TokenizeBody, dict[str, str]]:
-    """Also return headers. Raises ModelNotFound, InvalidRequest."""
+    """Also returns headers."""
     body = parse_body(body_bytes, kind)
     model.resolve_model_name(body.model)
     return body, ignored_params_header(body.check_params_and_list_ignored(), config.strict)
@@ -66,7 +63,7 @@ def _parse_request(
 def _text_to_tokenize(
     body: TokenizeRequest, model: ServedModel, config: ServerConfig
 ) -> tuple[RenderedConversation, bool]:
-    """Also return the default of add_special_tokens. Raises InvalidRequest."""
+    """Also returns the default of add_special_tokens."""
     conversation = RenderedConversation(body.prompt or "")
     param = "prompt"
     special = True
@@ -99,7 +96,6 @@ def _token_piece(text: bytes) -> str | list[int]:
 
 
 def answer_detokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """Raises ModelNotFound, InvalidRequest."""
     body, headers = _parse_request(body_bytes, DetokenizeRequest, model, config)
     check_token_ids(body.tokens, model.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)

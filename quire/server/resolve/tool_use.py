@@ -37,21 +37,21 @@ class RequestTools:
     """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Their input is the only argument of a function."""
+    """Their input is a function's only argument."""
     required_tools: Sequence[Tool] = ()
     """The answer must call one of these; empty: the model decides."""
     strict_tool_names: frozenset[str] = frozenset()
-    """Calls follow the schema exactly, even if calling is optional."""
+    """Their calls follow the schema exactly, even if calling is optional."""
     allows_parallel: bool = True
     closes_objects: bool = True
-    """Schema objects that have `properties` but no additionalProperties allow no others."""
+    """Schema objects with `properties` but no additionalProperties allow no others."""
     schema_fields: Mapping[str, str] = field(default_factory=dict)
     weakening_levels: Mapping[str, int] = field(default_factory=dict)
     """See `with_weaker_schemas`."""
 
     @property
     def non_strict_tool_names(self) -> list[str]:
-        """Nobody asked for exact schemas."""
+        """The caller asked no exact schema for these."""
         return [tool.name for tool in self._constrained_tools if tool.name not in self.strict_tool_names]
 
     @property
@@ -72,7 +72,7 @@ class RequestTools:
 
     @property
     def weakened_schema_fields(self) -> list[str]:
-        """Request fields of schemas that calls need not follow exactly."""
+        """Request fields of schemas that calls may deviate from."""
         return [self._schema_field(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
 
     def with_weaker_schemas(self, levels: Mapping[str, int]) -> RequestTools:
@@ -103,7 +103,6 @@ class RequestTools:
         return self.schema_fields[name]
 
     def _enforced_schema(self, tool: Tool) -> ClosedSchema:
-        """Raises InvalidRequest."""
         if tool.name not in self.strict_tool_names:
             closed_schema = (
                 close_objects(tool.parameters, by_name=True)
@@ -120,7 +119,7 @@ class RequestTools:
 
 
 def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> RequestTools:
-    """`close`: see RequestTools.closes_objects. Raises InvalidRequest."""
+    """`close`: see RequestTools.closes_objects."""
     specs = convert_to_functions(body.tools, None if body.tool_choice == "none" else format)
     known: dict[str, Tool] = {}
     for index, spec in enumerate(specs):
@@ -168,9 +167,7 @@ def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close
 
 
 def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolFormat | None) -> list[ToolSpec]:
-    """`format` None: grammars are not enforced. Raises InvalidRequest if calls cannot be held to a custom tool's
-    grammar.
-    """
+    """`format` None: grammars are not enforced. Raises InvalidRequest if calls cannot follow a custom tool's."""
     function_specs = []
     for index, spec in enumerate(tools):
         if isinstance(spec, CustomToolSpec):
@@ -187,7 +184,7 @@ def _tool_schema_field(spec: FunctionOrCustomTool, index: int) -> str:
 
 
 def _check_and_complete_parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
-    """Parsers and grammars rely on these checks of the first level. Raises InvalidRequest."""
+    """Checks the schema's first level, for parsers and grammars."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
     place = PARAMETERS_FIELD.format(index)

@@ -1,5 +1,3 @@
-"""Describes bodies that routes read themselves."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,7 +11,7 @@ REFERENCES = "#/components/schemas/{model}"
 
 
 class BodySchema(dict[str, Any]):
-    """`openapi_extra` of a route that takes one of these bodies."""
+    """`openapi_extra` of a route that reads one of these bodies itself."""
 
     def __init__(self, *models: type[BaseModel]) -> None:
         references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]

@@ -44,9 +44,9 @@ sleep_router = APIRouter(route_class=EngineOptionalRoute)
     responses={200: {"content": {"text/event-stream": {}}, "description": "Server-sent events, until you leave."}},
 )
 async def engine_events(request: Request) -> Response:
-    """Streams the engine's state: `hello` with constants and the last five minutes, then `state` every half second. It
-    has no cost without a reader. Fields are described in server/observe/live_view.py and EngineView
-    (engine/core/stats.py).
+    """Streams the engine's state: `hello` with constants and the last five minutes, then `state` every half second.
+    Costs nothing without a reader. server/observe/live_view.py and EngineView (engine/core/stats.py) describe the
+    fields.
     """
     runtime = get_runtime(request)
     watcher = LiveViewStream(runtime.live_view)
@@ -72,8 +72,9 @@ async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1
 
 @router.get("/v1/engine/requests/{request_id:path}/blocks", name="engine_block_table", response_model=None)
 async def get_block_table(request_id: str, request: Request) -> Response:
-    """The block table of an open request, named as /v1/engine/events names it: at most 1,024 blocks, in order, with the
-    number of requests that use each. 404 where no engine has it."""
+    """The block table of an open request, named as in /v1/engine/events: at most 1,024 blocks, in order, with the
+    number of requests that use each. 404 if no engine has it.
+    """
     table = await get_runtime(request).live_view.get_block_table(request_id)
     return Response(encode_json(msgspec.structs.asdict(table)), media_type="application/json")
 
@@ -117,7 +118,7 @@ async def sleep(
 
 @sleep_router.post("/wake_up", response_model=None)
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-    """Restore weights and KV cache, both whatever vLLM's `tags` say. 503 if there is no room: the model sleeps on."""
+    """Restore weights and KV cache, whatever vLLM's `tags` say. 503 if there is no room: the model sleeps on."""
     try:
         await get_runtime(request).weight_controller.wake_up()
     except ConfigError as error:
@@ -136,7 +137,7 @@ async def is_sleeping(request: Request) -> Response:
 @sleep_router.post("/update_weights", response_model=None, openapi_extra=BodySchema(UpdateWeightsRequest))
 async def update_weights(request: Request) -> Response:
     """Serve other weights of the same shape without losing open requests: from a path, or as `tensors` over the group
-    of /init_weights_group. 400 if they cannot be served: the old ones stay.
+    of /init_weights_group. 400 if they cannot be served; the old ones stay.
     """
     runtime = get_runtime(request)
     body = await resolve_body(request, _parse_weights_update)
@@ -156,9 +157,7 @@ async def update_weights(request: Request) -> Response:
 
 @router.post("/init_weights_group", response_model=None, openapi_extra=BodySchema(WeightsGroupRequest))
 async def init_weights_group(request: Request) -> Response:
-    """Join a torch.distributed group in which rank 0 will send weights. The request is answered when all members have
-    joined.
-    """
+    """Join a torch.distributed group in which rank 0 will send weights. Answers when all members have joined."""
     body = await resolve_body(request, _parse_weights_group)
     group = Group(body.master_address, body.master_port, **body.model_dump(exclude={"master_address", "master_port"}))
     await get_runtime(request).weights_group.join(group)

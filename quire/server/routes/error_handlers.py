@@ -1,4 +1,4 @@
-"""Separate from error_responses.py, which processes that start quickly import without FastAPI."""
+"""Separate from error_responses.py, which quickly starting processes import without FastAPI."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNSUPPORTED_PATHS = {
     "/api/push": "it uploads no models",
     "/api/blobs": "it accepts no model uploads",
 }
-"""Path prefixes of other APIs that this server lacks, with the reason or an alternative."""
+"""Path prefixes of unsupported APIs, with the reason or an alternative."""
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -57,12 +57,12 @@ async def _handle_typed_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RateLimited):
         headers = dict(error.headers)
     if isinstance(error, RequestQuarantined | ModelNotLoadable):
-        headers = {"x-should-retry": "false"}  # OpenAI's SDK would retry twice
+        headers = {"x-should-retry": "false"}  # OpenAI's SDK retries twice otherwise
     return error_response(request.url.path, error_body, headers)
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    """Handles errors in query parameters only: routes read bodies themselves."""
+    """Handles errors in query parameters; routes read bodies themselves."""
     assert isinstance(error, RequestValidationError)
     details = error.errors()
     message = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in details)

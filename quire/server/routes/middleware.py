@@ -30,7 +30,7 @@ def add_middleware(
     budget_bytes: int,
     http_metrics: HttpMetrics,
 ) -> None:
-    """Added innermost first: requests meet the last one first. `budget_bytes`: memory of all requests. Raises
+    """Innermost first: the last one added meets requests first. `budget_bytes`: memory of all requests. Raises
     ConfigError for unusable allowed hosts.
     """
     app.state.hosts = AllowedHosts(config)

@@ -39,7 +39,7 @@ def model_list_body(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "has_more": False,
         "first_id": entries[0]["id"],
         "last_id": entries[-1]["id"],
-        "models": [  # for TypeSafe's clients; a model that was never loaded has no date
+        "models": [  # TypeSafe's clients read it; a model that was never loaded has no date
             {"name": each["id"], "description": "", "release_date": each.get("created_at", "")[:10]} for each in entries
         ],
     }
@@ -57,7 +57,7 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
-    """Has the fields of OpenAI's, Anthropic's and OpenRouter's APIs, and the context length under all names in use."""
+    """Fields of OpenAI's, Anthropic's and OpenRouter's APIs, and the context length under all names in use."""
     return {
         "id": name,
         "object": "model",
@@ -87,8 +87,8 @@ def _input_modalities(model: ServedModel) -> list[str]:
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=BodySchema(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
-    """Serve an adapter as a model, from the next request on. Needs an admin's API key if there are keys. It is copied
-    and checked before the answer, while streams continue.
+    """Serve an adapter as a model, from the next request on. Needs an admin's API key if there are keys. The adapter is
+    copied and checked before the answer, while streams continue.
     """
     adapters, body = _require_adapter_registry(request), await parse_request_body(request, LoadAdapterRequest)
     await adapters.load_lora_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
@@ -138,8 +138,8 @@ def tokenizer_info(request: Request) -> Response:
 
 
 def tokenizer_config(model: ServedModel) -> dict[str, Any]:
-    """Omit paths of the machine that wrote the file. Special tokens are strings or null. added_tokens_decoder and
-    chat_template are included, whichever file has them.
+    """Omits paths of the machine that wrote the file. Special tokens are strings or null. Includes added_tokens_decoder
+    and chat_template, whichever file has them.
     """
     tokenizer = model.tokenizer
     entries = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}

@@ -21,11 +21,9 @@ router = APIRouter()
     responses={404: {"description": "No open request has that id: it has ended, or never was."}},
 )
 async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
-    """Cancel an open request. Its caller gets what has been generated so far, with finish_reason "abort".
-
-    `request_id` is the answer's id (chatcmpl-…, cmpl-…) for all its choices, or one choice's (chatcmpl-…-0), as explain
-    lists them. If callers chose an id several times, all its answers are cancelled. Other keys' requests need an
-    admin's key.
+    """Cancel an open request. Its caller gets the text generated so far, with finish_reason "abort". `request_id` is
+    the answer's id (chatcmpl-…, cmpl-…) for all its choices, or one choice's (chatcmpl-…-0), as explain lists them. If
+    callers chose an id several times, all its answers are cancelled. Other keys' requests need an admin's key.
     """
     tenant, cancelled = tenant_of(request.scope), 0
     owner = None if tenant.admin else tenant.name
@@ -40,7 +38,7 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/requests/{name:path}/explain", response_model=None)
 async def explain(name: str, request: Request) -> Response:
-    """Where the time of an open or recent request went: phases, prompt chunks, batches, preemptions, replays; and how
+    """How an open or recent request spent its time: phases, prompt chunks, batches, preemptions, replays. Also, how
     much of its prompt was or could have been in the prefix cache, and why not. `name` is the answer's id or
     X-Request-Id. With API keys, only the request's own key or an admin's may ask.
     """

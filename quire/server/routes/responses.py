@@ -39,7 +39,7 @@ router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
 counting_router = APIRouter(route_class=RateLimitedRoute)
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""Last stream event by status; response.incomplete for others."""
+"""Last stream event by status; others get response.incomplete."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
 
@@ -54,7 +54,7 @@ async def create_response(request: Request) -> Response:
     resolved = await prepare_generation(request, resolution, durable)
     fields = resolved.responses_fields
     assert fields is not None
-    # in the opening events, or once in the answer
+    # two opening events, or the answer, hold copies
     grow_request_lease(request.scope, 2 * len(fields.echoed_fields))
     writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
     recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer)
@@ -110,7 +110,7 @@ async def retrieve_response(
             grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
             return EventStream(events, ignore_disconnect, {}, config)
         summary = await _find_response_summary(request, response_id)  # it may just have ended
-        if summary.about["status"] in UNFINISHED_STATUSES:  # its server has ended, and no other has resumed it yet
+        if summary.about["status"] in UNFINISHED_STATUSES:  # its server has ended, and no other has resumed it
             raise Overloaded("The response is about to be resumed. Please try again")
         return EventStream(
             _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config
@@ -151,7 +151,7 @@ async def list_input_items(
 
 
 async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
-    """The owner is the first argument of `method`, which may block."""
+    """`method` takes the owner first, and may block."""
     data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
     return await data.owner_executor.run_for_owner(owner, method, owner, *args)

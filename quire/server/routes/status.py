@@ -22,7 +22,7 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
     """200 if the engine works or was put to sleep; 503 if it is silent, being replaced or gone, or the server is
-    shutting down. The body is empty, unless --data-dir takes no writes: then it says why.
+    shutting down. The body is empty, or gives the reason why --data-dir takes no writes.
     """
     runtime = _single_runtime(request)
     return health_response(request, is_healthy=runtime.client.healthy and not runtime.admission.is_draining)
@@ -30,7 +30,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", response_model=None)
 async def ready(request: Request) -> Response:
-    """Like /health, but returns 503 while the engine sleeps or its weights change: 200 means that it can answer now."""
+    """Like /health, but 503 while the engine sleeps or its weights change: 200 means that it can answer now."""
     runtime = _single_runtime(request)
     return Response(status_code=200 if runtime.client.responsive and not runtime.admission.is_draining else 503)
 
@@ -73,7 +73,7 @@ async def metrics(request: Request) -> Response:
 
 
 def health_response(request: Request, *, is_healthy: bool) -> Response:
-    """A server that cannot write its data answers everything else: it is healthy, and the body says why."""
+    """A server that cannot write its data answers everything else, so it is healthy; the body tells the reason."""
     durable, status = get_server_context(request).persistence, 200 if is_healthy else 503
     if durable is None or not durable.data_dir_status.refusal:
         return Response(status_code=status)
@@ -82,6 +82,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 
 def _single_runtime(request: Request) -> ModelRuntime:
-    """For servers of one model; others replace these routes (server/multi_model/multi_model_app.py)."""
+    """For servers of one model; server/multi_model/multi_model_app.py replaces these routes."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

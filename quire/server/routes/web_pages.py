@@ -1,4 +1,4 @@
-"""Web pages. The API description uses Swagger UI 5.35, which is included in the package."""
+"""Web pages. The API description uses Swagger UI 5.35, which the package includes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WEB_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # browsers ask each time whether it changed
+    "cache-control": "no-cache",  # browsers ask each time for changes
 }
 API_DOCS_HEADERS = WEB_HEADERS | {
-    # Swagger UI writes styles and markup into its elements, but loads and calls this server only.
+    # Swagger UI writes styles and markup into its elements, but calls only this server.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
 class WebFiles(StaticFiles):
-    """Pages may talk to this server only."""
+    """Pages may call this server only."""
 
     def __init__(self, folder: Path, headers: Mapping[str, str]) -> None:
         super().__init__(directory=folder)

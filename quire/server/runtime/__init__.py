@@ -1,1 +1,1 @@
-"""The models that this process serves, with their services."""
+"""The process's served models and their services."""

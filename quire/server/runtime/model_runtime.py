@@ -32,7 +32,7 @@ def _make_fetch_semaphore() -> FairSemaphore:
 
 @dataclass(slots=True)
 class ModelRuntime:
-    """A loaded model and its services: `runtime` in the scope of its requests."""
+    """A loaded model and its services: `runtime` in its requests' scope."""
 
     model: ServedModel
     """Replaced with its weights; no other field changes."""
@@ -53,7 +53,6 @@ class ModelRuntime:
     """None if none are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
-    """Limits requests that fetch images."""
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
 
     @property
@@ -66,7 +65,7 @@ class ModelRuntime:
         return self.model.created
 
     def describe_compute(self, model_fingerprint: str) -> ComputeIdentity:
-        """Identify what computes answers in this process now. `model_fingerprint`: of the request's model."""
+        """Identifies what computes answers here now. `model_fingerprint`: of the request's model."""
         weights = (
             self.info.content or self.info.model,
             self.info.dtype,
@@ -77,7 +76,7 @@ class ModelRuntime:
         return ComputeIdentity(model_fingerprint, self.info.deterministic, repr(weights))
 
     def set_weights_version(self, version: str) -> None:
-        """Call after the weights were replaced."""
+        """Call after a weight update."""
         self.receipt_writer.hashes.remember_weight_files(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))
 

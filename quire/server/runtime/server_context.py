@@ -25,12 +25,12 @@ from quire.server.store.response_store import Store
 class ModelDispatcher(Protocol):
     @property
     def loaded_runtimes(self) -> Sequence[ModelRuntime]:
-        """Returns the runtimes that can answer."""
+        """Runtimes that can answer."""
 
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """Call `handler` with the model in the scope. `names_model`: False if any loaded model will do."""
+        """Call `handler` with the model in the scope; any loaded one unless `names_model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class ServerContext:
     http_metrics: HttpMetrics
     body_reader: BodyReader
     pull_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a model is downloaded."""
 
     @property
     def store(self) -> Store | None:

@@ -24,7 +24,7 @@ from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
 BODY_BUDGET_BYTES = 48 << 20
-"""Limit for all requests that are being received and resolved."""
+"""For all requests being received and resolved."""
 OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
 OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
 
@@ -37,12 +37,12 @@ class ServerStartup:
     open_models: OpenModels
     open_stored_data: OpenStoredData
     link: PeerLink | None
-    """Link to the owner of shared data."""
+    """To the owner of shared data."""
     span_exporter: RequestSpanExporter | None
 
     @asynccontextmanager
     async def open_server(self, app: FastAPI, http_metrics: HttpMetrics) -> AsyncIterator[None]:
-        """Raises what `open_models` and `open_stored_data` raise."""
+        """Raises the errors of `open_models` and `open_stored_data`."""
         async with AsyncExitStack() as exit_stack:  # closes in reverse order
             if self.span_exporter is not None:
                 exit_stack.push_async_callback(asyncio.to_thread, self.span_exporter.flush_and_close)
@@ -84,7 +84,7 @@ def _list_engine_clients(models: ModelDispatcher) -> list[EngineClient]:
 
 
 def _data_dir_collector(persistence: Persistence, models: ModelDispatcher) -> CallbackCollector:
-    """Metrics have the first model's name as their label."""
+    """The label is the first model's name."""
     model_name = models.loaded_runtimes[0].model.names[0]
     result_counts = persistence.batch_runner.result_counts
     latest_status = partial(getattr, persistence, "data_dir_status")

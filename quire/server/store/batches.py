@@ -18,7 +18,7 @@ BatchStatus = Literal[
 ]
 TERMINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_ENDED_BATCHES = 1000
-"""Per API key. The oldest are forgotten, but their files stay."""
+"""Per API key. The oldest are forgotten; their files stay."""
 
 
 _BATCHES_PER_READ = 100
@@ -43,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """Lifetime of its files; None: forever."""
+    """Lifetime of its files; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -63,7 +63,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class BatchLine(NamedTuple):
     position: int
-    """Processing order within the batch."""
+    """Processing order in the batch."""
     line_number: int
     """1-based."""
     byte_offset: int
@@ -82,13 +82,13 @@ class Batches:
     """Thread-safe. Methods are single transactions, except those for many lines or batches."""
 
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
-        """`files` publishes the files of ended batches; `garbage` takes their lines."""
+        """`garbage` takes the lines of ended batches."""
         self._database = database
         self._files = files
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Also evict ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
+        """Also forget ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -116,7 +116,7 @@ class Batches:
         transition: Callable[[Batch], Batch],
         in_transaction: Callable[[sqlite3.Connection], None] | None = None,
     ) -> Batch | None:
-        """Lines of a batch that ends become garbage."""
+        """If the batch ends, its lines become garbage."""
         with self._database.write_transaction(self._files.sizes, self._garbage.sizes) as connection:
             before = _select_batch(connection, owner, id)
             if before is None:
@@ -133,7 +133,7 @@ class Batches:
             return _with_line_counts(connection, batch)
 
     def end(self, owner: str, ended_batch: Batch, files: Sequence[StoredFile]) -> bool:
-        """False, without changes, if it had ended: two processes may try to end it."""
+        """Return False, without changes, if it had already ended: two processes may try to end it."""
         was_ended = False
 
         def end_once(now: Batch) -> Batch:
@@ -153,7 +153,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """Newest first, with True if more follow. None if `after` is unknown."""
+        """Newest first, and True if more follow. None if `after` is unknown."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:
@@ -176,14 +176,14 @@ class Batches:
             start = rows[-1][:3]
 
     def is_file_in_use(self, owner: str, file_id: str) -> bool:
-        """True if one of the owner's unfinished batches reads it."""
+        """True if one of the owner's unfinished batches reads the file."""
         query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.read_connection() as connection:
             rows = connection.execute(query, (owner, _BATCHES_PER_READ)).fetchall()
         return any(_decode_batch(row).input_file_id == file_id for row in rows)
 
     def store_lines_and_batch(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
-        """Replaces an earlier attempt's lines."""
+        """Replace the lines of an earlier attempt."""
         now = self.find(owner, batch.id)
         if now is None or now.status != "validating":
             return
@@ -217,7 +217,7 @@ class Batches:
             return [BatchLine(*row) for row in connection.execute(query, (id, after, limit))]
 
     def put_result(self, id: str, result: LineResult) -> None:
-        """Only the first result of a line counts."""
+        """Only a line's first result counts."""
         with self._database.write_transaction() as connection:
             where = "batch = ? and place = ? and failed is null"
             row = (result.failed, result.line, id, result.position)
@@ -226,7 +226,7 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """At most 16 pairs of line number and result."""
+        """At most 16 (line number, result) pairs."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()

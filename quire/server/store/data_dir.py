@@ -33,19 +33,19 @@ class DataDirStatus:
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """Sent by a process after the owner of the data was replaced."""
+    """Sent by a process after the process that owns the data was replaced."""
 
     calls: Sequence[tuple[str, str]] = ()
-    """(owner, id) of the calls it answers."""
+    """(owner, id) of the calls that it answers."""
     leads: bool = False
 
 
 OPEN_BATCHES_KEY = "open"
-"""Ended processes do not add to this counter."""
+"""Counts of ended processes are not added."""
 
 
 class Processes:
-    """Processes that share the data. Thread-safe, in memory only."""
+    """The processes that share the data. Thread-safe; in memory only."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -55,13 +55,12 @@ class Processes:
         self._sweeper = sweeper
         self._mutex = threading.Lock()
         self._live_processes: dict[str, None] = {}
-        """An ordered set; the first one leads."""
+        """An ordered set; the first process leads."""
         self._counts_by_process: dict[str, Mapping[str, int]] = {}
         self._ended_counts: Counter[str] = Counter()
-        """Sum over processes that have ended."""
 
     def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
-        """The first process to call leads until it ends."""
+        """The first process to call this leads until it ends."""
         with self._mutex:
             self._live_processes.setdefault(process)
             self._counts_by_process[process] = counts
@@ -77,7 +76,7 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """Adds a process that was connected to an earlier owner of the data."""
+        """Add a process that was connected to an earlier owner of the data."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -93,11 +92,11 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """True if more is due. Only one process sweeps at a time."""
+        """Return True if more is due. Only one process sweeps at a time."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
-        """(owner, id) of background responses without a process."""
+        """(owner, id) of background responses that no process runs."""
         return [each for each in self._store.unfinished_responses() if self._calls.answering_process(*each) is None]
 
 
@@ -110,7 +109,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """Runs this process's puts and deletes of objects."""
+    """For this process's puts and deletes of objects."""
     close: Callable[[], None]
 
 

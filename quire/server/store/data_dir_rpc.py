@@ -1,8 +1,8 @@
-"""One API process owns --data-dir (`serve_data_dir_call`), the others call it (`remote_data_dir`). Each accesses file
-contents itself.
+"""One API process owns --data-dir (`serve_data_dir_call`); the others call it (`remote_data_dir`). File contents are
+accessed directly.
 
-The messages are older than UtilityCall and UtilityResult, and keep their form and tags: Ray replaces the replicas of
-an application one by one, and an old one could not read a new one's answers.
+The messages predate UtilityCall and UtilityResult, and keep their form and tags: Ray replaces an application's replicas
+one by one, and an old replica must read a new one's answers.
 """
 
 from __future__ import annotations
@@ -71,12 +71,10 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.left": Processes.list_abandoned_responses,
     "Processes.sweep": Processes.delete_due_data,
 }
-"""Methods by wire name. Wire names survive renames, because Ray replaces replicas one by one and old replicas call new
-ones.
-"""
+"""By wire name, which must survive renames."""
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
-"""The method name is within these first bytes."""
+"""The method name lies within these first bytes."""
 _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
 
@@ -84,7 +82,7 @@ class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
     method: str
     """Wire name."""
     arguments: msgspec.Raw
-    """Arguments in the order of the parameters."""
+    """In the order of the parameters."""
 
 
 class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -100,7 +98,7 @@ class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class _StorageFailed(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True):
     message: str
     number: int | None
-    """errno of an OSError; None: sqlite3.OperationalError."""
+    """An OSError's errno; None: sqlite3.OperationalError."""
 
     def error(self) -> Exception:
         return sqlite3.OperationalError(self.message) if self.number is None else OSError(self.number, self.message)
@@ -117,7 +115,7 @@ _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Fai
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
-    """Slow methods have separate threads, so that short ones need not wait."""
+    """Slow methods have their own threads, so that short ones need not wait."""
     is_slow = any(name in encoded_request[:_NAME_PREFIX_BYTES] for name in _SLOW_METHODS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request
@@ -168,7 +166,7 @@ class _RPCProxy:
 
 
 def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> DataDir:
-    """Blocks on the owner's disk: use it in threads only."""
+    """Its methods block on the owner's disk: use it in threads only."""
 
     def remote_store(store_class: type) -> Any:
         return _RPCProxy(store_class, send_request)

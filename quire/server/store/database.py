@@ -18,15 +18,15 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
-"""A read or write waits this long for another."""
+"""A read or write waits this long for another one."""
 ROW_OVERHEAD_BYTES = 256
 """Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
-"""A longer log is copied by `checkpoint`."""
+"""`checkpoint` copies a log longer than this."""
 _AUTOCHECKPOINT_PAGES = 16_384
-"""Commits copy a log of this length, if `checkpoint` is too rare or blocked by readers."""
+"""Commits copy a log of this length if `checkpoint` runs too rarely or is blocked by readers."""
 _CHUNK_ROWS = 500
-"""Rows read without releasing the connection."""
+"""Rows read before the connection is released."""
 
 
 SQLiteConnect = Callable[..., sqlite3.Connection]
@@ -56,9 +56,9 @@ class Database:
             self._file_identity = _file_identity(folder / DATABASE_FILE)
             self._connection = self._open_connection()
             self.was_upgraded = prepare_database(self._connection, ROW_OVERHEAD_BYTES)
-            """An earlier version wrote the file."""
+            """True if an earlier version wrote the file."""
             self._connection.execute(f"pragma wal_autocheckpoint = {_AUTOCHECKPOINT_PAGES}")
-            self._connection.execute("pragma journal_size_limit = 0")  # makes the log's size that of its content
+            self._connection.execute("pragma journal_size_limit = 0")  # shrinks the log's file to its content
             self._checkpointer = self._open_connection()
         except BlockingIOError:
             raise ConfigError("data_dir: another server uses this folder", param="data_dir") from None
@@ -78,7 +78,7 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
-        """Copies and syncs a long log while others read and write."""
+        """Copy and sync a long log while others read and write."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -90,7 +90,7 @@ class Database:
 
     @contextmanager
     def write_transaction(self, *sizes: BytesByOwner) -> Iterator[sqlite3.Connection]:
-        """Rolls back, together with `sizes`, on any failure."""
+        """On any failure, roll back, including `sizes`."""
         with self._lock, self._track_write_error():
             if (
                 _file_identity(self.folder / DATABASE_FILE) != self._file_identity
@@ -105,17 +105,17 @@ class Database:
                 for each in sizes:
                     each.commit()
             except BaseException:
-                if self._connection.in_transaction:  # SQLite rolls back itself after some errors only
+                if self._connection.in_transaction:  # SQLite rolls back by itself only after some errors
                     self._connection.execute("rollback")
                 for each in sizes:
                     each.revert()
                 raise
 
     def probe_write_error(self) -> str:
-        """Why writes fail now; "" if they work. Tries to write after a failure."""
+        """Why writes fail now; "" if they work. After a failure, try to write again."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
-                connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # unchanged, but written
+                connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written
         return self.write_error
 
     @contextmanager
@@ -149,7 +149,7 @@ class _TicketLock:
     def __exit__(self, *_: object) -> None:
         with self._mutex:
             if self._waiters:
-                self._waiters.popleft().release()  # stays locked for the next one
+                self._waiters.popleft().release()  # stays locked for the next thread
             else:
                 self._is_locked = False
 
@@ -164,10 +164,10 @@ def query_page(
     newest_first: bool,
     is_shown: Callable[[Any], bool] = lambda row: True,
 ) -> tuple[list[Any], bool] | None:
-    """At most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
+    """Return at most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
 
-    `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id. Rows
-    are filtered by `is_shown` after reading, so that no block searches for long.
+    `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id.
+    `is_shown` filters rows after reading, so that no block searches for long.
     """
     sign, order = ("<", "desc") if newest_first else (">", "asc")
     start: tuple[float, str] = (float("inf"), "") if newest_first else (float("-inf"), "")

@@ -1,4 +1,4 @@
-"""Uploaded files and batch outputs: rows here, contents in a folder."""
+"""Uploaded files and batch outputs: rows in the database, contents in a folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _UploadReservation:
 
 
 class FileContents:
-    """Any process may access contents. Those without a row are deleted."""
+    """Any process may access contents. Contents without a row are deleted."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: --data-dir."""
@@ -85,14 +85,14 @@ class Files:
     """Thread-safe. After a crash a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes`: of all owners together; a key must leave as much to others as it takes. Raises OSError."""
+        """`max_bytes` bounds all owners together; a key must leave as much to others as it takes. Raises OSError."""
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Used in the owning process only."""
+        """Used only in the owning process."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
@@ -136,8 +136,8 @@ class Files:
         return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Raises OSError if the content is gone, InvalidRequest if there is no room: the process with the reservation
-        was replaced.
+        """Raises OSError if the content is gone; InvalidRequest if there is no room because the process with the
+        reservation was replaced.
         """
         with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)
@@ -149,7 +149,7 @@ class Files:
             self._reservations.pop(file.id, None)
 
     def insert_files(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
-        """Needs a transaction with `sizes`."""
+        """Call in a transaction with `sizes`."""
         for file in files:
             if not self.contents.content_path(file.id).exists():
                 raise FileNotFoundError(errno.ENOENT, _CONTENT_GONE_MESSAGE)
@@ -166,7 +166,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
-        """Returns the files, and True if more follow, or None if `after` is unknown."""
+        """Return files, and True if more follow; None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:
@@ -183,7 +183,7 @@ class Files:
         """False if there was none."""
         try:
             row = self._delete_row(owner, id)
-        except sqlite3.OperationalError:  # disk full: the content frees space
+        except sqlite3.OperationalError:  # disk full: deleting the content frees space
             if self.find(owner, id) is None:
                 raise
             self.contents.content_path(id).unlink(missing_ok=True)

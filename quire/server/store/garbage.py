@@ -1,4 +1,4 @@
-"""Purges invisible rows a few at a time."""
+"""Purges invisible rows, a few at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128
-"""Bound on deleted rows, or inserted ones of a large object."""
+"""Bounds deleted rows, and inserted rows of a large object."""
 MAX_TRANSACTION_BYTES = 512 << 10
 """A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
@@ -27,16 +27,16 @@ class Garbage:
         with database.read_connection() as connection:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
         self.sizes = BytesByOwner({"": int(size)} if size else {})
-        """All bytes are under the owner ""."""
+        """All bytes count for the owner ""."""
         self._unpublished_numbers: set[int] = set()
-        """Entries being written, which must stay."""
+        """Entries still being written, which must stay."""
 
     @property
     def garbage_bytes(self) -> int:
         return self.sizes.total_bytes()
 
     def add_entry(self, connection: sqlite3.Connection, kind: GarbageKind, owner: str, name: str, size: int) -> int:
-        """Returns the entry's number."""
+        """Return the entry's number."""
         row = (kind, owner, name, size)
         cursor = connection.execute("insert into garbage (kind, owner, name, size) values (?, ?, ?, ?)", row)
         self.sizes.add_bytes("", size)
@@ -50,7 +50,7 @@ class Garbage:
 
     @contextmanager
     def stage_unpublished_items(self, owner: str, items_key: str) -> Iterator[UnpublishedItems]:
-        """For items written in several transactions. They are deleted unless the last one calls `publish_items`."""
+        """For items written in several transactions: they are deleted unless the last one calls `publish_items`."""
         staging = UnpublishedItems(self, owner, items_key, self._unpublished_numbers)
         try:
             yield staging
@@ -58,7 +58,7 @@ class Garbage:
             self._unpublished_numbers.discard(staging.entry_number)
 
     def purge_rows(self) -> bool:
-        """False if there was nothing."""
+        """Return False if there was nothing."""
         with self._database.read_connection() as connection:
             if self._oldest_entry(connection) is None:
                 return False
@@ -105,13 +105,13 @@ class UnpublishedItems:
         self._garbage.sizes.add_bytes("", size)
 
     def publish_items(self, connection: sqlite3.Connection) -> None:
-        """Call in the transaction that shows the items."""
+        """Call in the transaction that makes the items visible."""
         if self.entry_number:
             self._garbage.remove_entry(connection, self.entry_number)
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
-    """Bytes freed, and True if none are left."""
+    """Return the bytes freed, and True if no items are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -131,7 +131,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Positions and total bytes."""
+    """Return positions and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

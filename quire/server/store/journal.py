@@ -1,4 +1,4 @@
-"""Calls that can be replayed or resumed, and their tokens. KV is recomputed to the same bits."""
+"""Calls that can be replayed or resumed, and their tokens. KV is not stored but recomputed to the same bits."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ _IS_UNFINISHED_RESPONSE = (
     "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
 )
 _BEFORE_FIRST = (float("-inf"), "")
-"""Sorts before the (end, id) of every call."""
+"""Sorts before every call's (end, id)."""
 _EVICTION_STEPS = 2
 """A new call's first token waits for these transactions."""
 _UPDATES_PER_TRANSACTION = 16
-"""Number of calls."""
 CLAIM_SECONDS = 30.0
 """A claim expires after this time."""
 
 
 class PinnedReplayFields(msgspec.Struct, frozen=True):
-    """Fields other than the request that an answer depends on."""
+    """What an answer depends on other than its request."""
 
     id: str
     """The server's id."""
@@ -46,15 +45,15 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     """Unix seconds."""
     seed: int | None
     adapter: str = ""
-    """Digest of the adapter."""
+    """The adapter's digest."""
     kernels: str = ""
     """Fingerprint of weights and kernels."""
     background: bool = False
-    """The response continues without its caller."""
+    """True if the response continues without its caller."""
     model: str = ""
     """Set if the server has several models; "" in older journals."""
     before: tuple[str, ...] = ()
-    """Fingerprints of models other than `kernels` that computed the first tokens."""
+    """Fingerprints other than `kernels` that computed the first tokens."""
     given: str = ""
     """Digest of weights and prompts, needed to resume; "" in older journals."""
 
@@ -91,13 +90,13 @@ class _AttemptClaim(NamedTuple):
 class Calls:
     """Thread-safe. Methods are single transactions, unless they make room.
 
-    Expired calls are deleted, but not while they are answered or their response is unfinished: the machine may have
-    been off for days. Above `max_bytes` the largest owner's calls are evicted in order of expiry, those being answered
+    Expired calls are deleted, except while they are answered or their response is unfinished: the machine may have been
+    off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry, those being answered
     last.
     """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """`live_processes`: their token logs are still in use."""
+        """The token logs of `live_processes` are still in use."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
@@ -105,7 +104,7 @@ class Calls:
         self._sweep_position: tuple[float, str, str] | None = None
         """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
-        """Processes by (owner, id) of the call."""
+        """By (owner, id) of the call."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _AttemptClaim] = {}
@@ -168,7 +167,7 @@ class Calls:
                     self.remove_answering_process(each.owner, each.id, process)
 
     def register_answering_process(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
-        """Skips calls of other processes."""
+        """Skip calls that other processes answer."""
         for each in calls:
             self._answering_processes.setdefault(each, process)
 
@@ -176,7 +175,7 @@ class Calls:
         return self._answering_processes.get((owner, id))
 
     def try_claim_call(self, owner: str, id: str, process: str, attempt: int) -> bool:
-        """Lasts until `put`, `release_claim` or CLAIM_SECONDS. False while another attempt has one."""
+        """The claim lasts until `put`, `release_claim` or CLAIM_SECONDS. False while another attempt has one."""
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
@@ -185,7 +184,7 @@ class Calls:
             return True
 
     def release_claim(self, owner: str, id: str, attempt: int) -> None:
-        """Do nothing if the attempt holds no claim."""
+        """Do nothing if the attempt has no claim."""
         with self._claims_lock:
             if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
                 del self._claims[owner, id]
@@ -196,7 +195,7 @@ class Calls:
             del self._answering_processes[owner, id]
 
     def handle_process_end(self, process: str) -> None:
-        """Recovers from its log the progress that it had not saved."""
+        """Recover unsaved progress from the process's log."""
         self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
         for key in [key for key, holder in list(self._answering_processes.items()) if holder == process]:
             self._answering_processes.pop(key, None)
@@ -210,7 +209,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """`include_keyed`: also delete the row of a call with an Idempotency-Key."""
+        """Without `include_keyed`, keep the row of a call with an Idempotency-Key."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
@@ -218,7 +217,7 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
-        """One transaction. False after the last one."""
+        """Run one transaction. False after the last one."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")
@@ -239,7 +238,7 @@ class Calls:
         return is_due
 
     def _recover_token_log(self, process: str, path: Path) -> None:
-        """Skips calls that another process took over with their tokens. Tokens of an unreadable log are recomputed."""
+        """Skip calls that another process took over with their tokens. Tokens of an unreadable log are recomputed."""
         try:
             for (owner, id), tokens in groupby(
                 sorted(read_logged_tokens(path), key=_logged_call_key), _logged_call_key
@@ -288,7 +287,7 @@ class Calls:
 
 
 class _CallEviction:
-    """Evicts the largest owner's calls in order of expiry; then unfinished responses, finally calls being answered. A
+    """Evicts the largest owner's calls in order of expiry, then unfinished responses, finally calls being answered. A
     step continues where the last one stopped.
     """
 
@@ -298,7 +297,7 @@ class _CallEviction:
         delete_call: Callable[[sqlite3.Connection, str, str], None],
         answered_calls: Container[tuple[str, str]],
     ) -> None:
-        """(owner, id)."""
+        """`answered_calls` contains (owner, id)."""
         self._sizes = sizes
         self._delete_call = delete_call
         self._answered_calls = answered_calls

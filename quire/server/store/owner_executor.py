@@ -1,4 +1,4 @@
-"""Threads for slow operations, so that many calls of one key do not delay other keys' first tokens."""
+"""Threads for slow operations, so that many calls of one API key do not delay other keys' first tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class OwnerExecutor:
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(NUM_THREADS, "store")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting calls by owner; the key exists while one runs."""
+        """By owner; the key exists while a call runs."""
 
     async def run_for_owner(self, owner: str, function: Callable[..., Result], *args: object) -> Result:
-        """Run one call per owner at a time, in order. It completes first even if its caller is cancelled."""
+        """Run one call per owner at a time, in order. A call completes even if its caller is cancelled."""
         loop = asyncio.get_running_loop()
         await self._wait_for_turn(owner, loop)
         call = loop.run_in_executor(self.pool, function, *args)

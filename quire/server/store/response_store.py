@@ -1,4 +1,4 @@
-"""Objects and items are rows with the JSON of answers, because most answers only copy bytes and read one page."""
+"""Objects and items are rows that hold the JSON of answers, because most answers only copy bytes and read one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OB
 from quire.server.store.storage_quota import StorageQuota
 
 MAX_PAGE_BYTES = 4 << 20
-"""A page ends with the item that reaches it: 100 large ones are 400 MB."""
+"""A page ends with the item that reaches this: 100 large items are 400 MB."""
 _DELETED_COLUMNS = "id, coalesce(items_key, id), size, count, length(data), created"
 ObjectKind = Literal["response", "conversation"]
 
@@ -37,7 +37,7 @@ class ConversationLimits(NamedTuple):
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
-    """Stored bytes, including row overhead."""
+    """Includes row overhead."""
     return sum(len(item.data) + ROW_OVERHEAD_BYTES for item in items)
 
 
@@ -45,7 +45,7 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
-    """Fields to look up without parsing `data`."""
+    """Fields that are looked up without parsing `data`."""
     data: bytes
     """JSON."""
 
@@ -58,7 +58,6 @@ class ObjectSummary:
     size: int
     """Stored bytes, including items."""
     count: int
-    """Number of items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class ItemPage:
 
 @dataclass(frozen=True, slots=True)
 class ObjectToStore:
-    """Replaces the object with this id."""
+    """Replaces an object with the same id."""
 
     id: str
     stored: ObjectWithoutItems
@@ -81,8 +80,8 @@ class ObjectToStore:
 class Store:
     """Thread-safe, and atomic for readers, although large objects take several transactions.
 
-    If the store exceeds `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses are evicted
-    last, because no client has them yet.
+    Above `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses are evicted last, because no
+    client has them yet.
     """
 
     def __init__(self, database: Database, garbage: Garbage, max_bytes: int) -> None:
@@ -95,7 +94,7 @@ class Store:
 
     @property
     def stored_bytes(self) -> int:
-        """Includes unpurged data."""
+        """Includes data not purged yet."""
         return self.quota.used_bytes
 
     def get_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
@@ -133,7 +132,7 @@ class Store:
     def append_items(
         self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
     ) -> bool:
-        """False if the conversation is unknown. Raises InvalidRequest above `limits`."""
+        """Return False if the conversation is unknown. Raises InvalidRequest above `limits`."""
         if (summary := self.get_summary(owner, "conversation", id)) is None:
             return False
         if limits is not None:
@@ -153,7 +152,7 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Returns the conversation's JSON; None if unknown."""
+        """Return the conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -209,12 +208,12 @@ class Store:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """Returns (owner, id) pairs, including responses of processes that ended."""
+        """(owner, id) pairs, including responses of ended processes."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
     def mark_response_failed(self, owner: str, id: str) -> None:
-        """Use if no process can continue it. Its items stay."""
+        """For a response that no process can continue. Its items stay."""
         with self.write_transaction_with_sizes() as database:
             if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return
@@ -315,12 +314,12 @@ class StoreReader:
 
 @contextmanager
 def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Iterator[StoreReader]:
-    """A snapshot, for other processes than the owner."""
+    """A snapshot, for processes other than the owner."""
     path = f"{(folder / DATABASE_FILE).resolve().as_uri()}?mode=ro"
     with closing(
         (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
     ) as database:
-        database.execute("begin")  # so that objects being purged are whole or absent
+        database.execute("begin")  # makes objects being purged whole or absent
         yield StoreReader(database)
 
 

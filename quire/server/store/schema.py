@@ -10,8 +10,8 @@ from quire.engine.common import clock
 
 log = logging.getLogger("quire.server")
 SCHEMA_VERSION = 3
-"""SQLite's user_version. Version 0 had one table, `kept`, with JSON objects; 1 had no files, batches and calls; 2 had
-no indexes for eviction and retention, and no garbage.
+"""SQLite's user_version. Version 0 had one table, `kept`, with JSON objects; 1 lacked files, batches and calls; 2
+lacked indexes for eviction and retention, and garbage.
 """
 _OBJECT_TABLES = """
 create table objects (
@@ -79,14 +79,14 @@ create table upgrade (at real not null);
   deleted later.
 - `garbage`: rows to purge: `items` with the key `name`, or `lines` of the batch `name`. Unfinished items are listed
   too, so that they are deleted after a crash.
-- `bodies`: bodies of calls. Earlier versions had them in `calls`, but each progress update rewrites the rows there.
+- `bodies`: bodies of calls. Earlier versions had them in `calls`, whose rows each progress update rewrites.
 - `line_counts`: number of lines with results, for open batches.
-- `upgrade`: time when this version first opened an older file.
+- `upgrade`: when this version first opened an older file.
 """
 
 
 def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> bool:
-    """Returns True if an earlier version wrote the file. Raises ValueError for files of later versions, and
+    """Return True if an earlier version wrote the file. Raises ValueError for files of later versions, and
     sqlite3.Error for other files.
     """
     database.execute("pragma journal_mode = wal")
@@ -115,7 +115,7 @@ def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> b
 
 
 def _upgrade_to_version_3(database: sqlite3.Connection, *, is_old: bool) -> None:
-    """Rewrites rows of batches only. Each new index reads its table."""
+    """Rewrites rows of batches only. Creating an index reads its table."""
     statements = [each.strip() for each in _VERSION_3_CHANGES.split(";") if each.strip()]
     began = clock.monotonic()
     if is_old:

@@ -1,7 +1,7 @@
 """Memory-mapped log of tokens that the journal does not have yet.
 
-Tokens are written before they are sent, for one memory copy. The kernel keeps the file if the process is killed, but a
-power cut may damage it, so no later boot reads it.
+Each token is written before it is sent, at the cost of one memory copy. The kernel keeps the file if the process is
+killed, but a power cut may damage it, so no later boot reads it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""The process's name follows. The file is in --data-dir."""
+"""Of files in --data-dir; the process's name follows."""
 HALF_BYTES = 1 << 21
 """One half is written while the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""Position of a half: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has it all.
-One 64-bit store, so a kill leaves the old or the new value.
+"""A half's position: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all of
+it. One 64-bit store, so a kill leaves the old or the new value.
 """
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
@@ -41,7 +41,7 @@ _NUMBER_TYPECODE = "I"
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """Assigns `number` to a call; its further choices get the next numbers."""
+    """Assigns `number` to a call; its other choices get the next numbers."""
 
     number: int
     owner: str
@@ -77,10 +77,10 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 
 class WriteAheadLog:
-    """Used on its process's event loop only."""
+    """Use it only on its process's event loop."""
 
     def __init__(self, folder: Path, process: str) -> None:
-        """Raises OSError if there is no disk space or boot id."""
+        """Raises OSError without disk space or boot id."""
         boot = _read_boot_id()
         self._path = folder / f"{LOG_FILE_PREFIX}{process}"
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -100,7 +100,7 @@ class WriteAheadLog:
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """Return the number of the first choice; the others follow."""
+        """Return the first choice's number; the others follow."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -117,8 +117,8 @@ class WriteAheadLog:
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
-        """If True, journal all earlier tokens, then call `discard_other_half`. `open_calls`: number, owner, id,
-        num_choices.
+        """If True, journal all earlier tokens, then call `discard_other_half`. `open_calls`: (number, owner, id,
+        num_choices).
         """
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
             self._is_compacting = True
@@ -152,7 +152,7 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
-        """Everything written before `end` is valid from now on."""
+        """Make everything before `end` valid."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 
@@ -163,12 +163,12 @@ def _checksum(record: bytes) -> int:
 
 
 def _read_boot_id() -> bytes:
-    """Raises OSError if there is no boot id."""
+    """Raises OSError if there is none."""
     return BOOT_ID_FILE.read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """Read tokens in order, up to the first broken or unknown record. Raises OSError. Earlier versions had other half
+    """Yield tokens in order, up to the first broken or unknown record. Raises OSError. Earlier versions had other half
     sizes and single-token records.
     """
     content = path.read_bytes()
@@ -240,7 +240,7 @@ class _LoggedCalls:
         """(call, choice) by number."""
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
-        """Skips tokens of unknown calls."""
+        """Skip tokens of unknown calls."""
         match record:
             case CallRecord():
                 for choice in range(record.num_choices):

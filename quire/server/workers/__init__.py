@@ -1,1 +1,1 @@
-"""Processes for work on request bodies that takes long, may never end, or may fill the memory."""
+"""Processes for work on bodies that takes long, may never end, or may fill the memory."""

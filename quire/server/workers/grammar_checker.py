@@ -26,14 +26,13 @@ from quire.server.workers.worker import JobLimits
 
 _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
-"""Parts of a wrong grammar that are checked on their own."""
+"""Parts of a wrong grammar to check alone."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
-"""For a worker's first grammar, which includes reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself.
-"""
+"""For a worker's first grammar, including reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
 
 
 def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
-    """Runs in a worker. `encoded_grammar` is JSON. Raises InvalidRequest if no answer can follow the grammar."""
+    """Runs in a worker. `encoded_grammar`: JSON. Raises InvalidRequest if no answer can follow the grammar."""
     grammar = msgspec.json.decode(encoded_grammar, type=Grammar)
     error_messages: list[str] = []
 
@@ -45,7 +44,7 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
         except QuireError as error:
             error_messages.append(error.message)
 
-    threading.stack_size(CHECK_STACK_BYTES)  # for threads started from now on
+    threading.stack_size(CHECK_STACK_BYTES)  # affects later threads
     thread = threading.Thread(target=compile_grammar)
     thread.start()
     thread.join()
@@ -54,8 +53,8 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and caches the last verdicts. Weaker grammars are built in threads, because closing
-    schemas may take long.
+    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads: closing schemas may
+    take long.
     """
 
     def __init__(self, workers: WorkerPool) -> None:
@@ -68,11 +67,11 @@ class GrammarChecker:
         tenant: Tenant,
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
-        """Raise InvalidRequest for the first grammar that is wrong, unsupported or too complex. Each grammar comes with
-        the parameter that the error names. Raises what WorkerPool.run_job raises.
+        """Raises InvalidRequest, with the grammar's parameter, for the first grammar that is wrong, unsupported or too
+        complex. Raises the errors of WorkerPool.run_job.
 
-        parts: components of the last grammar, by the caller's names. If one is wrong on its own, the error names it,
-        because the caller wrote it and not the grammar.
+        `parts`: components of the last grammar, by the caller's names. If one is wrong alone, the error names it,
+        because the caller wrote the part, not the grammar.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)
@@ -86,9 +85,8 @@ class GrammarChecker:
     async def choose_compilable_grammar(
         self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
     ) -> CheckedGrammar:
-        """Return the grammar that answers must match, which compiles. If the requested one does not, tools that are not
-        strict get the nearest weaker schema that does. Raises what `check_grammars` raises, with the caller's names of
-        fields.
+        """Answers must match the returned grammar. If the requested one does not compile, non-strict tools get the
+        nearest weaker schema. Raises the errors of `check_grammars`, with the caller's field names.
         """
         *first, last = resolved.grammars
         await self.check_grammars(first, tenant)
@@ -111,7 +109,7 @@ class GrammarChecker:
         return resolved.unchecked_grammar
 
     async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
-        """For each tool that is not strict, returns the nearest level at which its schema compiles on its own."""
+        """Nearest levels at which the schemas of non-strict tools compile alone."""
         levels: dict[str, int] = {}
         for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0
@@ -123,7 +121,7 @@ class GrammarChecker:
         return levels
 
     async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """None if the grammar is right."""
+        """None if the grammar compiles."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
             if len(self._verdicts) > _MAX_VERDICTS:

@@ -15,19 +15,19 @@ from quire.server.access.tenants import Tenant
 LARGE_BYTES = 1 << 16
 """Jobs of at least this size never take all workers."""
 _BYTES_PER_SECOND = 1e6
-"""A job counts as arrived a second later per this many bytes, so large jobs do not delay small ones."""
+"""Delays a job's arrival by a second per this many bytes, so large jobs do not delay small ones."""
 
 
 @dataclass(eq=False, slots=True)
 class WorkerSlotClaim:
-    """A job that waits for a worker, or has one."""
+    """A waiting or running job."""
 
     tenant: Tenant
     size: int
     """Input bytes."""
     grant_future: Future[None]
     is_slow: bool = False
-    """It may take seconds, however small it is."""
+    """May take seconds, however small it is."""
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     started_at: float = 0.0
 
@@ -37,14 +37,14 @@ class WorkerSlotClaim:
 
     @property
     def duration_class(self) -> int:
-        """Groups jobs that take about as long. Many of one class do not delay another, even if all callers are one
-        tenant.
+        """Groups jobs that take about as long. Many jobs of one class do not delay another, even if all are one
+        tenant's.
         """
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property
     def tenant_and_class_keys(self) -> tuple[str, tuple[str, int]]:
-        """Keys for taking turns: the tenant, and this kind of its jobs."""
+        """For taking turns: the tenant, and this kind of its jobs."""
         return self.tenant.name, (self.tenant.name, self.duration_class)
 
     @property
@@ -53,18 +53,16 @@ class WorkerSlotClaim:
 
 
 class JobQueue:
-    """Runs at most `num_slots` jobs at once."""
-
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
-        """Worker seconds by tenant, divided by its weight; only tenants with a job here."""
+        """Worker seconds divided by the tenant's weight, for tenants with jobs here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
-        """The same seconds for each kind of a tenant's jobs."""
+        """The same, by kind of the tenant's jobs."""
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
-        """Jobs here, by tenant and by kind."""
+        """By tenant and by kind."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -75,7 +73,7 @@ class JobQueue:
                 claim.grant_future.set_exception(error)
 
     def add_job(self, claim: WorkerSlotClaim) -> None:
-        # A newcomer starts level with the least served tenant: time when it was away gives no credit.
+        # A newcomer starts level with the least served tenant: its absence gives no credit.
         tenant, kind = claim.tenant_and_class_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
         siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]
@@ -85,7 +83,7 @@ class JobQueue:
         self._grant_slots()
 
     def end_job(self, claim: WorkerSlotClaim) -> None:
-        """The job has ended or is given up."""
+        """The job has ended or was given up."""
         tenant, kind = claim.tenant_and_class_keys
         if claim in self._running:
             self._running.remove(claim)

@@ -1,4 +1,4 @@
-"""The server's side of body workers: which job is next, which process does it, and when it is killed."""
+"""The server's side of body workers: picks the next job, gives it a process, and kills that if needed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CLEARED_API_KEYS: dict[str, object] = {
     "admin_api_key": [],
     "metrics_api_key": [],
 }
-"""Workers run callers' templates, and need not know these settings."""
+"""Workers, which run callers' templates, need not know these."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
-"""For workers. When an allocation fails, Rust ends the process. With backtraces it first allocates more memory while it
-holds a lock, and deadlocks on itself.
+"""When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates more memory under a
+lock, and deadlocks.
 """
 WORKER_MEMORY_BYTES = 256 << 20
-"""Memory that a worker may take for one body."""
+"""A worker may take this much for one body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,23 +64,22 @@ class WorkerPool:
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
-        """`adapters`: the model's, a live view. `launch_process`: starts the process that forks."""
+        """`adapters`: the model's, a live view. `launch_process` starts the process that forks."""
         self._source = source
         self._launch_process = launch_process
         self._adapters = adapters
         self.max_workers = min(8, max(2, usable_cpus() // 2))
-        """Workers at the same time."""
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """Waiting jobs by tenant: a tenant with many gets more only while as many are left to others."""
+        """Waiting jobs by tenant. A tenant gets more only while as many are left to others."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
-        """Workers on their way without a caller. The next callers take them, so few are ever requested at once."""
+        """Workers requested by callers that have left; the next callers take them."""
         self._shutdown_error: Exception | None = None
-        """Error for jobs that end because the server's end kills their workers."""
+        """For jobs whose workers die with the server."""
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks. It continues when a caller stops waiting."""
+        """Starts the process that forks, even if its caller stops waiting."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
@@ -90,7 +89,7 @@ class WorkerPool:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that wait or run."""
+        """Waiting and running."""
         return len(self._queue) + len(self._busy_workers)
 
     @property
@@ -106,11 +105,9 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """Run `work` on the joined pieces of a body in a worker. `is_slow`: see WorkerSlotClaim. `extra_bytes`: size of
-        the function's own arguments.
-
-        Raises what `work` raises, Overloaded if too many jobs wait or the worker stands still, and InvalidRequest if it
-        exceeds a worker's time or memory. Cancelling it kills the worker.
+        """Run `work` on a body's joined pieces in a worker; cancelling kills the worker. `is_slow`: see
+        WorkerSlotClaim. `extra_bytes`: size of the function's own arguments. Raises the errors of `work`, Overloaded if
+        too many jobs wait or the worker stands still, and InvalidRequest beyond a worker's time or memory.
         """
         size = sum(map(len, pieces)) + extra_bytes
         limits = JobLimits(cpu_seconds=2.0 + size / 250_000, memory_bytes=WORKER_MEMORY_BYTES + 2 * size)
@@ -130,7 +127,7 @@ class WorkerPool:
         is_slow: bool,
         extra_bytes: int = 0,
     ) -> Result:
-        """Like `run_job`. Raises `limit_error` if a limit ends the job."""
+        """Like `run_job`, but raises `limit_error` if a limit ends the job."""
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
@@ -159,7 +156,7 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Start the process that forks, unless it runs or is starting. Raises OSError when awaited."""
+        """Start the process that forks, unless it runs or is starting. Awaiting the task raises OSError."""
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -206,7 +203,7 @@ class WorkerPool:
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """End all jobs with `error`; later ones raise it too."""
+        """End all jobs, present and later, with `error`."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):
@@ -236,7 +233,7 @@ class WorkerPool:
             raise
 
     async def _fork_with_retry(self) -> _WorkerProcess:
-        """Raises EngineError if the process that forks cannot be started, or dies again."""
+        """Raises EngineError if the process that forks cannot be started or dies again."""
         for tries in (1, 2):
             process: Child | None = None
             try:
@@ -249,7 +246,7 @@ class WorkerPool:
                 if tries == 2:
                     raise EngineError(CANNOT_START) from error
             if process is not None:
-                await process.stop(0.0)  # it has died, cannot fork, or stood still; the next try starts another one
+                await process.stop(0.0)  # it died, cannot fork, or stood still; the next try starts another one
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
@@ -296,7 +293,7 @@ class WorkerPool:
 
 
 STALL_SECONDS = 5.0
-"""A process is killed if it does nothing for this long although it has work and could compute."""
+"""A process that does nothing for this long is killed if it has work and could compute."""
 _POLL_SECONDS = 0.25
 
 
@@ -319,7 +316,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kill this process when it stands still during the block, which waits for it."""
+    """Kill the process if it stands still during the block, which waits for it."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -1,13 +1,13 @@
-"""`python -m quire.server.workers.worker FD`: loads everything that turns text into tokens once, and forks body
-workers.
+"""`python -m quire.server.workers.worker FD`: loads once what turns text into tokens, and forks body workers. They
+share that memory and start within milliseconds, so a worker that takes too much time or memory, or has lost its caller,
+is simply killed.
 
-A forked worker shares that memory and starts within milliseconds, so a worker that takes too much time or memory, or
-has lost its caller, is simply killed. Standard input has a ServedModelSpec. FD is a socket that receives one end of a
-new worker's own socket for each worker to fork. The process ends with the server, and its workers with it.
+Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's own
+socket. This process and its workers end with the server.
 
-The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is
-an object of a library, functions are bound to classes of bodies, and results are pydantic models or hold functions that
-write answers. Both ends belong to one start of the server.
+The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is a
+library's object, functions are bound to body classes, and results are pydantic models or hold functions that write
+answers. Both ends belong to one start of the server.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from quire.server.served_model import ServedModel, ServedModelSpec
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
-"""Lower priority than the server and its engine: running streams come before new requests."""
+"""Below the server and its engine: running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
-"""A worker that has grown by more ends after its answer; a new one is small again."""
+"""A worker that has grown by more ends after its answer; a new one is small."""
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
@@ -49,11 +49,11 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 class JobLimits(msgspec.Struct, frozen=True):
     cpu_seconds: float
     memory_bytes: int
-    """Bytes that the worker may grow by."""
+    """Largest growth of the worker."""
 
 
 class WorkerJob(msgspec.Struct, frozen=True):
-    """Followed by two frames: a pickled JobFunction, and the body."""
+    """Two frames follow: a pickled JobFunction, and the body."""
 
     limits: JobLimits
     adapters: Sequence[str]
@@ -61,7 +61,7 @@ class WorkerJob(msgspec.Struct, frozen=True):
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """Followed by a frame with the pickled result or error."""
+    """A frame with the pickled result or error follows."""
 
     succeeded: bool | None
     """False: a QuireError follows. None: a traceback's text follows."""
@@ -79,7 +79,7 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole process group
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the workers' exit statuses
     source = pickle.loads(_read_frame(configuration))
     assert isinstance(source, ServedModelSpec)
     adapters: list[str] = []
@@ -100,7 +100,7 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
 
 
 def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
-    """Answer jobs until the server hangs up. `adapters`: the model's list, updated by each job."""
+    """Answers jobs until the server hangs up. `adapters`: the model's list, updated by each job."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native libraries report a lack of memory there
     frames = connection.makefile("rb")
     initial_bytes = private_memory_bytes()
@@ -150,7 +150,7 @@ def _run_job(
 
 
 def private_memory_bytes() -> int:
-    """Bytes of memory that only this process can write to: RLIMIT_DATA limits these."""
+    """Memory that only this process can write to: RLIMIT_DATA limits it."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 

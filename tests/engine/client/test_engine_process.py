@@ -30,7 +30,7 @@ class Talkative(EngineProcess):
 
 
 async def test_flooding_engine_process_does_not_starve_event_loop() -> None:
-    process = Talkative(EngineConfig(), lambda ids: None)
+    process = Talkative(EngineConfig(), lambda ids: None, {})
     turns = 0
 
     async def take_turns() -> None:
@@ -51,7 +51,7 @@ async def test_flooding_engine_process_does_not_starve_event_loop() -> None:
 
 async def test_last_message_of_process_is_read_after_exit() -> None:
     """On a busy machine the message may arrive after the exit is noticed."""
-    process = FakeProcess(EngineConfig(), lambda ids: None)
+    process = FakeProcess(EngineConfig(), lambda ids: None, {})
     process.exit(CRASHED)
     exited = asyncio.create_task(process.wait_for_exit())
     asyncio.get_running_loop().call_later(0.01, process._sent.put_nowait, cannot_start("no room"))

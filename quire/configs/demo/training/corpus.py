@@ -1,6 +1,4 @@
-"""Builds the demo model's training text from books. All random choices come from the caller's `random.Random`, so a
-seed fixes the data set.
-"""
+"""Builds the demo model's training text from books. The caller's `random.Random` fixes the data."""
 
 import json
 import random
@@ -16,7 +14,7 @@ NOUNS = sorted(CLASS_OF)
 
 Chat = list[dict[str, str]]
 TALES = 0.75
-"""Share of stories from plots instead of books."""
+"""Share of stories from plots; the others come from books."""
 
 _QUOTES = str.maketrans({"‘": "'", "’": "'", "‚": "'", "“": '"', "”": '"', "„": '"', "—": "--", "–": "-", "…": "..."})
 _BACK_MATTER = re.compile(
@@ -61,7 +59,7 @@ def clean(raw: str) -> list[str]:
 
 
 def _unwrap(block: str) -> str:
-    """Keeps verse (short lines)."""
+    """Join lines, except those of verse (short lines)."""
     lines = [re.sub(r"\s+", " ", line).strip() for line in block.strip().split("\n")]
     verse = len(lines) > 1 and max(map(len, lines[:-1])) < 50
     return ("\n" if verse else " ").join(line for line in lines if line)
@@ -99,7 +97,7 @@ def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
 
 
 def load_books(folder: Path) -> dict[str, list[list[str]]]:
-    """file name -> stories -> paragraphs. Raises ValueError without stories."""
+    """Stories by file name, as lists of paragraphs. Raises ValueError without stories."""
     books = {path.name: stories(clean(path.read_text("utf-8"))) for path in sorted(folder.glob("*.txt"))}
     if not any(books.values()):
         raise ValueError(f"no stories in {folder}: expected .txt files of at least one long story")
@@ -121,9 +119,7 @@ def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: 
 
 
 def hold_out(books: dict[str, list[list[str]]], held: list[str]) -> list[list[str]]:
-    """The same tale is often printed twice, so paragraphs that share 10 consecutive words with a held-out book are
-    removed.
-    """
+    """Remove paragraphs that share 10 consecutive words with a held-out book: tales are printed twice."""
     seen = {gram for name in held for story in books[name] for p in story for gram in _word_runs(p)}
     train = []
     for name in sorted(set(books) - set(held)):
@@ -140,9 +136,7 @@ def _word_runs(text: str, length: int = 10) -> list[int]:
 
 
 def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]]:
-    """Return passages keyed by noun. A passage has up to 1,900 characters and mentions the noun in its first 160 and
-    three times in its first 1,200.
-    """
+    """By noun: up to 1,900 characters, with the noun in the first 160 and three times in the first 1,200."""
     found: dict[str, list[str]] = {noun: [] for noun in NOUNS}
     for story in train:
         for start, paragraph in enumerate(story):
@@ -159,7 +153,7 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
             for noun in early:
                 if counts[noun] >= 3 and counts[noun] >= max(counts.values()) * 0.6:
                     found[noun].append(text)
-    # Starts of stories first: the limit then drops passages from the middle.
+    # The limit drops passages from the middle of stories first.
     return {n: sorted(texts, key=lambda t: not _STORY_START.match(t))[:per_noun] for n, texts in found.items() if texts}
 
 
@@ -197,9 +191,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
-    """In a third of the stories the noun is swapped for another of its class, so that the model learns to copy it from
-    the request.
-    """
+    """In a third of the stories, another noun of its class replaces the noun, so the model learns to copy it."""
     noun = rng.choices(list(pool), [len(texts) ** 0.5 for texts in pool.values()])[0]
     text = rng.choice(pool[noun])
     start = bool(_STORY_START.match(text))
@@ -268,7 +260,7 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
 
 
 def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> list[Chat]:
-    """Questions from `*.jsonl` (fields "question" and "answer"), each with a paragraph that contains the answer."""
+    """`*.jsonl` files have fields "question" and "answer". Each question gets a paragraph that contains the answer."""
     by_word: dict[str, set[int]] = {}
     texts = [p for story in train for p in story if 120 < len(p) < 900]
     for index, paragraph in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Tales from plots.json. A small model learns from old books how sentences sound, but not that they follow from each
+"""Tales from plots.json. Old books alone teach a small model how sentences sound, but not that they follow from each
 other.
 """
 

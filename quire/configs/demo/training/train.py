@@ -35,8 +35,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rs
 
 @dataclass(frozen=True)
 class Stage:
-    """Ends at the share `until` of the budget. A step has `rows` of `length` tokens; a row has chats with probability
-    `chats`, their heads with `heads`, otherwise plain text.
+    """Ends when the share `until` of the budget is used. A step has `rows` rows of `length` tokens. A row holds heads
+    of chats with probability `heads`, chats with probability `chats`, otherwise plain text.
     """
 
     until: float
@@ -52,11 +52,11 @@ SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 STAGES = (Stage(0.45, 256, 24, 0.20, 0.08), Stage(0.94, 512, 12, 0.30, 0.05), Stage(1.0, 2048, 3, 0.40, 0.05))
 PLAIN_TALES = 5000  # made-up tales among the plain texts
 HEAD = 48  # tokens: the request and the first words of the answer
-MICRO_TOKENS = 1024  # of a pass; a step has at least as many passes as threads
+MICRO_TOKENS = 1024  # per pass; a step has at least as many passes as threads
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Decoding restores any string. Special tokens have ids 0, 1, 2."""
+    """Decodes any string exactly. Special tokens have ids 0, 1, 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,7 +75,7 @@ def render(chat: Chat) -> str:
 
 
 class Windows:
-    """Endless, from shuffled documents, each followed by token 0."""
+    """Endless, over shuffled documents, each followed by token 0."""
 
     def __init__(self, documents: list[np.ndarray], rng: random.Random) -> None:
         self.documents = documents
@@ -110,9 +110,8 @@ class Data:
     held: dict[str, tuple[np.ndarray, int]]
 
     def batch(self, stage: Stage, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Token and target ids (rows, length); -100 where a cut chat is followed by another.
-
-        Without rows of heads a small model takes long to learn that the story is about the request.
+        """Token and target ids (rows, length). The target is -100 where a cut chat precedes another. Without rows of
+        heads, a small model takes long to learn that the story is about the request.
         """
         rows = []
         for _ in range(stage.rows):
@@ -167,7 +166,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per token; both are (rows, length)."""
+    """Mean nats per token. `tokens` and `targets`: (rows, length)."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -215,7 +214,7 @@ class Trainer:
         self.loss: Callable[..., Tensor] = loss_of
 
     def step(self, stage: Stage, tokens: Tensor, targets: Tensor, factor: float) -> float:
-        """`factor`: the learning rate divided by its peak. Returns the batch's loss."""
+        """`factor`: learning rate divided by its peak. Returns the loss."""
         if stage is not self.stage:
             self._enter(stage, tokens, targets)
         micro = [part.split(max(1, MICRO_TOKENS // stage.length)) for part in (tokens, targets)]
@@ -236,7 +235,7 @@ class Trainer:
         torch.compiler.reset()
         self.loss = torch.compile(loss_of, dynamic=False)
         rows = max(1, MICRO_TOKENS // stage.length)
-        self._backward(tokens[:rows], targets[:rows], 1.0)  # compile on one thread
+        self._backward(tokens[:rows], targets[:rows], 1.0)  # compiles on one thread
         self.model.zero_grad()
 
     def _backward(self, tokens: Tensor, targets: Tensor, weight: float) -> float:
@@ -312,7 +311,7 @@ def save_settings(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, out: Path) -> None:
-    """Evaluates weights rounded to bf16, in place."""
+    """Rounds the weights to bf16 in place, then evaluates them."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -332,7 +331,7 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
 
 
 def _row(name: str, tokens: int, size: int, losses: dict[int, float]) -> str:
-    """Nats per token for each window length; bits per byte for the longest."""
+    """Nats per token by window length; bits per byte for the longest."""
     nats = " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| {name} | {tokens:,} | {nats} | {losses[max(losses)] * tokens / size / math.log(2):.3f} |"
 
@@ -363,7 +362,7 @@ def main() -> None:
     print(f"tokens: plain {sizes[0]}, chat {sizes[1]}; held out: {', '.join(data.held)}", flush=True)
     model = new_model()
     if args.weights:
-        model.load_state_dict(load_file(args.weights), strict=False)  # without lm_head.weight, which is the embedding
+        model.load_state_dict(load_file(args.weights), strict=False)  # no lm_head.weight: it is the embedding
     save_settings(data.tokenizer, args.out)
     save_weights(model, args.out)
     minutes, seen = run(model, data, args)

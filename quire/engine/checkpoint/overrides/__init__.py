@@ -26,11 +26,10 @@ from quire.engine.families.base.schema.config_schema import GenerationConfigFiel
 
 _CONFIG_FILE, _GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 _NESTED_CONFIG_SUFFIX = "_config"
-"""Overrides of nested configurations are merged; others replace."""
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """With hf_overrides, return a folder of links and a changed config.json, which all processes share. Raises
+    """With hf_overrides, return a folder of links with a changed config.json, shared by all processes. Raises
     ModelError, and ConfigError without config.json.
     """
     path = resolve_model(config.model, config.revision)
@@ -63,7 +62,7 @@ def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any]
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested configurations are merged; other values are replaced."""
+    """Nested configurations are merged, other values replaced."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
@@ -75,7 +74,7 @@ def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
-    """Defaults of requests; `max_tokens` is an upper limit. Raises ModelError, or ConfigError naming the setting."""
+    """`max_tokens` is an upper limit. Raises ModelError, or ConfigError naming the setting."""
     source = config.generation_config
     defaults: dict[str, float] = {}
     if source == "auto":
@@ -130,7 +129,7 @@ def _max_tokens_default(content: Mapping[str, Any], label: str) -> dict[str, flo
 
 
 def _make_linked_folder(path: Path, content: bytes) -> Path:
-    """Return a folder of links to the files of `path`, with `content` as config.json."""
+    """`content` replaces config.json."""
     files = sorted(path.iterdir())
     fingerprint = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
     dir_name = hashlib.blake2b(fingerprint.encode() + b"\n" + content, digest_size=10).hexdigest()

@@ -1,5 +1,5 @@
 """Reads tensor types and shapes of `torch.save` files without torch. A pickle may call anything, so only the few
-instructions that torch.save uses are interpreted; others are refused. engine/worker/loading/weight_loader.py reads the
+instructions of torch.save are interpreted; others are refused. engine/worker/loading/weight_loader.py reads the
 weights.
 """
 
@@ -66,7 +66,7 @@ class PickledTensor(NamedTuple):
     """safetensors' name."""
     shape: tuple[int, ...]
     nbytes: int
-    """0 if it shares another tensor's storage."""
+    """0 if another tensor has the same storage."""
 
 
 class _GlobalName(NamedTuple):
@@ -111,7 +111,7 @@ def _compute_tensor_sizes(tensors: dict[str, _RebuiltTensor]) -> dict[str, Pickl
 
 
 def _interpret_file(file: IO[bytes]) -> Any:
-    """Reads a zip archive, or before PyTorch 1.6 the file's fourth pickle."""
+    """Accepts a zip archive, or PyTorch's format before 1.6, where the fourth pickle counts."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             info = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
@@ -125,7 +125,7 @@ def _interpret_file(file: IO[bytes]) -> Any:
 
 
 class _PickleStack:
-    """Tracks marks, so that no instruction scans the stack."""
+    """Tracks marks: no instruction scans the stack."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -214,7 +214,7 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
 
 
 def _require_string(value: Any) -> str:
-    """Nested tuples may be exponentially large, so they are neither hashed nor printed."""
+    """Does not hash or print values: nested tuples may be exponentially large."""
     if not isinstance(value, str):
         raise ValueError("its pickle has a name that is not a string")
     return value

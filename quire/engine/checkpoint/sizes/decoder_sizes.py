@@ -16,29 +16,29 @@ from quire.engine.architecture.sublayer import StepCosts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSizes(StepCosts):
-    """Counts of parameters or cached values, not bytes."""
+    """Numbers of parameters or cached values, not bytes."""
 
     num_layers: int
     vocab_size: int
     hidden_size: int
     num_parameters: int
     embedding_parameters: int
-    """Embedding and head, which are never quantized. A tied head counts once."""
+    """Embedding and head, never quantized. A tied head counts once."""
     kv_formula: str
-    """Shows users how kv_values_per_token is computed."""
+    """Explains kv_values_per_token to users."""
     num_heads: int
     num_kv_heads: int
-    """Most devices that the KV cache can be split over; 1 with MLA."""
+    """Most devices that can share the KV cache; 1 with MLA."""
     head_dim: int
-    """Elements of a cached key per head; with MLA, everything cached."""
+    """Elements of a cached key per head; with MLA, of everything cached."""
     layer_cache_specs: tuple[LayerStates, ...]
-    """Per layer. If an encoder keeps nothing, its layers have a PagedState of 0 elements per token."""
+    """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """Shows users how conv_values_per_token is computed; "" if it is 0."""
+    """Explains conv_values_per_token to users; "" if that is 0."""
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:
-    """Return the fields keyed by name, to construct a class that adds fields to them."""
+    """Keyed by name, for constructing subclasses."""
     return {each.name: getattr(costs, each.name) for each in fields(costs)}
 
 

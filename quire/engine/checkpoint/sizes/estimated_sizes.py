@@ -19,7 +19,7 @@ from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
 """MLPs have two linears, and norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""Have a position table, and by default a tied head."""
+"""Have a position table and, by default, a tied head."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:
@@ -83,7 +83,7 @@ def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> b
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Return parameters, cached values per token, their formula, and query heads times head size, per layer."""
+    """Return parameters, cached values per token, their formula, and query heads times head size; all per layer."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -120,7 +120,7 @@ def _head_dim(text_fields: Mapping[str, Any], hidden: int) -> int:
 
 
 def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
-    """1 for multi-query models; by default, the number of query heads."""
+    """1 for multi-query models. Default: the number of query heads."""
     if text_fields.get("multi_query") and not text_fields.get("new_decoder_architecture"):
         return 1
     kv_heads = text_fields.get("num_key_value_heads") or text_fields.get("num_kv_heads")
@@ -156,12 +156,12 @@ def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name` is a key of SIZE_FIELD_ALIASES. 0 if it is missing."""
+    """`name`: a key of SIZE_FIELD_ALIASES. 0 if missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 
 def read_required_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name` is a key of SIZE_FIELD_ALIASES. Raises ModelError if it is missing."""
+    """`name`: a key of SIZE_FIELD_ALIASES. Raises ModelError if missing."""
     value = read_optional_size(text_fields, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

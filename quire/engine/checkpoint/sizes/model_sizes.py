@@ -38,26 +38,26 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
-    """Method name; None if unquantized."""
+    """Method; None if unquantized."""
     bits_per_weight: float
     """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
-    """Empty if Quire supports the model."""
+    """Empty for supported models."""
     notes: tuple[str, ...]
     tower_parameters: int
-    """Image tower and connector; not in `num_parameters`."""
+    """Image tower and connector, which `num_parameters` excludes."""
     tower_linear_parameters: int
-    """Subset that can be quantized."""
+    """Parameters that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
-        """`quantization` at load applies to linears only."""
+        """`quantization` at load applies only to linears."""
         bits = 8 * bytes_per_value if quantization is None else QUANTIZED_BITS[quantization]
         return (self.tower_parameters - self.tower_linear_parameters) * bytes_per_value + round(
             self.tower_linear_parameters * bits / 8
         )
 
     def limit_to_sliding_window(self) -> ModelSizes:
-        """Contexts end at the narrowest sliding window."""
+        """End contexts at the narrowest window."""
         windows = [each.window for each in self.cache_specs if each.window]
         return replace(self, max_position=min([self.max_position, *windows]))
 
@@ -67,7 +67,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def num_caching_layers(self) -> int:
-        """Without layers that read another layer's KV blocks."""
+        """Excludes layers that read another layer's KV blocks."""
         return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
 
     @property
@@ -96,7 +96,7 @@ class ModelSizes(DecoderSizes):
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
-        """Part of the weights' bytes that a step of `tokens` tokens reads."""
+        """Share of the weights' bytes that a step reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
@@ -118,7 +118,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """The fields must be checked before. Raises ModelError naming a missing size, and for non-decoders."""
+    """Fields must already be checked. Raises ModelError naming a missing size, and for non-decoders."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
@@ -145,7 +145,7 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ModelError for an incomplete configuration, or one of another kind of model."""
+    """Raises ModelError for an incomplete configuration or another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders can be planned here")
@@ -156,7 +156,7 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """Return None without a family. Raises ModelError."""
+    """None without a family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
@@ -184,7 +184,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """Return the method and bits per weight, scales included; (None, 0) if unquantized."""
+    """Return method and bits per weight, scales included; (None, 0) if unquantized."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0

@@ -1,4 +1,4 @@
-"""Models that transformers' classes compute. Imports neither torch nor transformers, which takes seconds."""
+"""Models of transformers' classes. Imports neither torch nor transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _OUTER_FIELDS = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
-"""Fields outside of text_config that apply to the text model. Values in text_config take precedence."""
+"""Fields outside text_config that apply to the text model. text_config's values take precedence."""
 
 _POSITIONS_AFTER_PADDING = {
     "camembert",
@@ -24,7 +24,7 @@ _POSITIONS_AFTER_PADDING = {
 
 @cache
 def rejection_reasons_by_model_type() -> Mapping[str, str]:
-    """Reasons are empty for served classes. tests/engine/models/test_every_class.py writes class_support.toml."""
+    """Empty reasons: served. tests/engine/models/test_every_class.py writes class_support.toml."""
     content = tomllib.loads(Path(__file__).with_name("class_support.toml").read_text(encoding="utf-8"))
     reasons = dict.fromkeys(content["served"], "")
     return reasons | {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
@@ -36,7 +36,7 @@ def transformers_version_tested() -> str:
 
 
 def config_for_transformers_class(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a multimodal model's text part if that has its own class."""
+    """Return a multimodal model's text part if it has its own class."""
     text_config = raw.get("text_config")
     has_own_class = (
         isinstance(text_config, Mapping) and str(text_config.get("model_type")) in rejection_reasons_by_model_type()
@@ -52,7 +52,7 @@ def merge_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_position_id(hf_config: Mapping[str, Any]) -> int:
-    """RoBERTa's positions start after its padding id."""
+    """RoBERTa's positions follow its padding id."""
     padding = hf_config.get("pad_token_id")
     return (
         int(padding) + 1
@@ -62,7 +62,7 @@ def first_position_id(hf_config: Mapping[str, Any]) -> int:
 
 
 def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
-    """None if the class is served, as far as tested."""
+    """None if served, as far as tested."""
     if raw.get("is_encoder_decoder"):
         return "it is an encoder-decoder model, and neither half is served by itself"
     model_type = str(config_for_transformers_class(raw).get("model_type") or "")

@@ -8,8 +8,8 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """Request.block_ids interleaves KV cache groups: a block of each per block_size tokens. Blocks that left a sliding
-    window become NULL_BLOCK.
+    """Request.block_ids interleaves KV cache groups: one block of each per block_size tokens. Blocks that left a
+    sliding window become NULL_BLOCK.
     """
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
@@ -17,25 +17,22 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Blocks that requests would use in addition if no group had a window."""
+        """Blocks that requests would also use if no group had a window."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
-        """(group, window)."""
 
     @property
     def pool_capacity_tokens(self) -> int:
-        """Tokens that one request could use if no layer had a window."""
+        """For one request, as if no layer had a window."""
         return self.pool.num_blocks // self.num_groups * self._block_size
 
     def num_missing_blocks(self, request: Request, tokens: int) -> int:
-        """Negative if there are more."""
+        """Negative if the request has more."""
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """Return the number of free blocks needed to compute all tokens, starting with `cached`. Blocks that leave a
-        window are freed and reused.
-        """
+        """Free blocks needed to compute all tokens after `cached`. Blocks that leave a window are freed and reused."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -43,7 +40,6 @@ class BlockTables:
         return min(num_to_allocate, self.needs.max_blocks(tokens))
 
     def num_tokens_with_room(self, request: Request) -> int:
-        """Tokens that fit into the request's blocks and all free ones."""
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
@@ -63,7 +59,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """The request must have no blocks. `cached` comes from `find_cached_blocks`."""
+        """The request must have no blocks. `cached`: from `find_cached_blocks`."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size
@@ -75,9 +71,7 @@ class BlockTables:
         request.block_ids = []
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
-        """The longest cached prefix after which a request can continue. NULL_BLOCK stands for blocks outside the next
-        token's window.
-        """
+        """Longest cached prefix; NULL_BLOCK stands for blocks outside the next token's window."""
         tables: list[list[int]] = [[] for _ in self.needs.windows]
         for group in self._full_groups:
             tables[group] = self.pool.get_cached_prefix(block_hash_with_group_id(digest, group) for digest in digests)

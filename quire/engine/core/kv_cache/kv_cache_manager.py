@@ -1,7 +1,7 @@
 """The KV cache of all requests, after vLLM's class of this name. Differences:
 
-- Groups share one interleaved table of plain ids, Request.block_ids.
-- `get_computed_blocks` takes no reference, because blocks may first be loaded from a tier. `use_computed_blocks` then
+- Groups share one interleaved table, Request.block_ids.
+- `get_computed_blocks` takes no references, because blocks may first be loaded from a tier. `use_computed_blocks` then
   starts the request; vLLM's allocate_slots does both.
 - `allocate_slots` takes a request's total tokens, not the new ones.
 """
@@ -44,7 +44,6 @@ class KVCacheManager:
 
     @property
     def num_groups(self) -> int:
-        """Number of KV cache groups; each has its own block for the same tokens."""
         return self._block_tables.num_groups
 
     def num_tokens_fitting_empty_cache(self, num_tokens: int) -> int:
@@ -53,12 +52,12 @@ class KVCacheManager:
         return self._needs.max_context_tokens(self.block_pool.num_blocks, num_tokens)
 
     def begin_step(self) -> None:
-        """Call before anything of a step is scheduled."""
+        """Call before anything is scheduled."""
         self.prefix_cache.reset_writes_and_unpin_expired()
         self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """See BlockTables.find_cached_blocks. The last token must be computed."""
+        """See BlockTables.find_cached_blocks. Excludes the last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         num_found = len(blocks) // self._block_tables.num_groups
@@ -68,7 +67,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Blocks that must become free to compute all tokens; may be negative."""
+        """Blocks that must become free to compute all tokens. May be negative."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -76,7 +75,7 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
-        """Return the partial block copies that it needs."""
+        """Return the partial block copies that the request needs."""
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
@@ -86,7 +85,7 @@ class KVCacheManager:
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """Allocate nothing and return False if there are too few blocks. Free the blocks that left a window."""
+        """Frees blocks that left a window. False, with nothing allocated, if too few blocks are free."""
         if self._block_tables.windowed_groups:
             self._block_tables.free_behind_window(request)
         num_missing = self._block_tables.num_missing_blocks(request, num_tokens)
@@ -97,7 +96,6 @@ class KVCacheManager:
         return True
 
     def limit_tokens_to_snapshot(self, request: Request, max_tokens: int) -> int:
-        """A step may have to end at a snapshot."""
         return self._snapshots.limit_step_tokens(request, max_tokens)
 
     def limit_draft_tokens(self, request: Request, max_drafts: int) -> int:
@@ -114,7 +112,7 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """Otherwise a load might fill a free one before it is copied."""
+        """Otherwise a load might overwrite a free source before it is copied."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
@@ -125,21 +123,21 @@ class KVCacheManager:
         return self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:
-        """Some are pinned for the conversation's next turn."""
+        """Blocks may stay pinned for the conversation's next turn."""
         self.prefix_cache.pause_session(request)
         self._block_tables.free_blocks(request)
 
     def start_publishing_events(self, publisher: KVEventPublisher) -> None:
-        """Call it before anything is cached."""
+        """Call before anything is cached."""
         self._event_publisher = publisher
         events = self.prefix_cache.events = PrefixCacheEvents(self.prefix_cache.hash_block_size)
         self.block_pool.after_eviction = events.record_removed
-        events.record_cleared()  # what another engine told before this one is gone
+        events.record_cleared()  # an earlier engine's blocks are gone
         self.publish_events()
 
     def publish_events(self) -> None:
         if self._event_publisher is not None and self.prefix_cache.events is not None:
-            self._event_publisher.publish(self.prefix_cache.events.take())
+            self._event_publisher.publish(self.prefix_cache.events.drain_events())
 
     def stop_publishing_events(self) -> None:
         if self._event_publisher is not None:

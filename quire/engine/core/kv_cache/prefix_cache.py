@@ -36,11 +36,11 @@ class PrefixCache:
         self.events: PrefixCacheEvents | None = None
         """None: nobody reads them."""
         self._first_written: dict[int, int] = {}
-        """First token that the step being scheduled writes in each block, keyed by block."""
+        """First token in each block that the step being scheduled writes."""
 
     @property
     def match_unit(self) -> int:
-        """Number of tokens; 0 if the cache is off."""
+        """Tokens; 0 if the cache is off."""
         return max(self.hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
     def reset_writes_and_unpin_expired(self) -> None:
@@ -48,7 +48,7 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """Hashes of each block's beginnings, its own last. The last token must be computed."""
+        """For each block, hashes of its beginnings, then its own. Excludes the last token, which must be computed."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self.hash_block_size, self.hash_block_size)
@@ -62,7 +62,7 @@ class PrefixCache:
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Counts only the first time that the request starts."""
+        """Counts only a request's first start."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -74,7 +74,7 @@ class PrefixCache:
                 )
 
     def pause_session(self, request: Request) -> None:
-        """Pin blocks for the next turn. Call it before the request's blocks are freed."""
+        """Pins blocks for the next turn. Call before the request frees its blocks."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
@@ -88,8 +88,8 @@ class PrefixCache:
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """Allocate blocks if each group has a cached one that begins like the request's next. Copies run before the
-        step, so its own writes cannot be copied.
+        """Allocate blocks if each group has a cached block that begins like the request's next one. Copies run before
+        the step, so the step's own writes cannot be copied.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -100,7 +100,7 @@ class PrefixCache:
         for count in range(len(digests), 0, -1):
             partial_blocks = self._find_partial_blocks(digests[count - 1], count * self.hash_block_size)
             if len(partial_blocks) == self._num_groups:
-                # A found block without references may itself be allocated. Its group continues in it without a copy.
+                # A found block without references may itself be allocated; its group then needs no copy.
                 new_blocks = self._pool.allocate(self._num_groups)
                 other_blocks = iter([block for block in new_blocks if block not in partial_blocks])
                 blocks = [block if block in new_blocks else next(other_blocks) for block in partial_blocks]

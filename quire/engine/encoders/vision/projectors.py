@@ -19,7 +19,7 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
-    """Load its weights through `parameters()` before use."""
+    """Load weights through `parameters()` before use."""
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
@@ -27,11 +27,11 @@ class Projector(ABC):
 
     @abstractmethod
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Row-major [patches, hidden], a class token first if any, to [tokens, text_hidden_size]."""
+        """Map row-major [patches, hidden], after any class token, to [tokens, text_hidden_size]."""
 
 
 class PixelShuffleProjector(Projector):
-    """One linear makes a token of scale x scale adjacent patches."""
+    """One linear turns scale x scale adjacent patches into a token."""
 
     def __init__(self, build_context: TowerBuildContext, hidden: int, side: int, scale: int, name: str) -> None:
         self._side, self._scale = side, scale
@@ -64,7 +64,7 @@ class MLPProjector(Projector):
         num_skipped: int = 0,
         intermediate_size: int | None = None,
     ) -> None:
-        """`num_skipped`: leading rows without patches. Raises ModelError for an unsupported activation."""
+        """`num_skipped`: leading rows that are no patches. Raises ModelError for an unsupported activation."""
         kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
@@ -85,7 +85,7 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    """A norm, if any, and two linears make a token of scale x scale adjacent patches."""
+    """An optional norm and two linears turn scale x scale adjacent patches into a token."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class AttentionPoolingProjector(Projector):
 
 
 class AveragePoolingProjector(Projector):
-    """The norm is stored as offsets from 1."""
+    """Norm weights are stored as offsets from 1."""
 
     def __init__(
         self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str

@@ -34,7 +34,7 @@ class SquareTowerSpec:
     position_embedding: str
     patch_bias: bool = True
     class_token: str | None = None
-    """It has the first position."""
+    """Has the first position."""
     first_norm: str | None = None
     has_batch_axes: bool = False
     """Class token and positions have leading axes of size 1."""
@@ -165,7 +165,7 @@ class SquareTower(Tower):
 
 
 def bucketed_position_ids(side: int, trained_side: int) -> Tensor:
-    """[side * side] int64; computed in float32 as in transformers, to round alike."""
+    """[side * side] int64; computed in float32 to round as transformers does."""
     boundaries = torch.arange(1 / trained_side, 1.0, 1 / trained_side)
     fractions = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
     axis_ids = torch.bucketize(fractions, boundaries, right=True)

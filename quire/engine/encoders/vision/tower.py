@@ -28,11 +28,10 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """Scheme for linears in layers; other linears are unquantized."""
+    """For linears in layers; others are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
-    """Called after every layer."""
     device: torch.device = _CPU
 
     def make_encoder(self, spec: EncoderSpec) -> Encoder:
@@ -52,18 +51,18 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
-    """Load its weights through `parameters()` before use."""
+    """Load weights through `parameters()` before use."""
 
     unused_prefixes: tuple[str, ...] = ()
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Return the parameters keyed by the name that vision_tensor_name returns."""
+        """Keyed by vision_tensor_name's result."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        """Costs add up to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
-        MediaEmbeddings). Images have one size; the batch does not change a bit.
+        """Yields costs that sum to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
+        MediaEmbeddings). Images have one size; batching changes no bits.
         """
 
     @torch.inference_mode()
@@ -72,7 +71,7 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """A convolution with stride = size, as a linear. `frames` per patch: an image is repeated."""
+    """Convolution with stride = size, as a linear. A patch has `frames` copies of the image."""
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0

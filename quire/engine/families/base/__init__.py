@@ -1,5 +1,3 @@
-"""Building blocks of family descriptions."""
-
 from __future__ import annotations
 
 from quire.engine.families.base.activations import hidden_activation

@@ -1,4 +1,4 @@
-"""Readers of config.json for spec fields. Tables hold values, or readers that are called with the config."""
+"""Readers of config.json for spec fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
 """Norms follow attention and the MLP instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""Values or readers by field name. A list or tuple has one value per layer."""
+"""Values, or readers called with the config, by field name. A list or tuple has one value per layer."""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def flag_reader(name: str) -> ConfigReader:
 
 
 def default_true_reader(name: str) -> ConfigReader:
-    """Missing and null mean true."""
+    """A missing or null field is true."""
     return lambda config: config.raw.get(name) is not False
 
 
@@ -47,7 +47,7 @@ def attention_bias_readers(name: str) -> SpecFields:
 
 
 def read_required_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
-    """Raises ModelError unless all are integers."""
+    """Raises ModelError for non-integers."""
     values = [config.raw.get(name) for name in names]
     for name, size in zip(names, values, strict=True):
         if not isinstance(size, int):
@@ -56,7 +56,7 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
 
 
 def fill_intermediate_size(fields: dict[str, Any]) -> None:
-    """The default is expansion_ratio, or 4, times the hidden size."""
+    """Default: expansion_ratio, or 4, times the hidden size."""
     hidden = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden, int) and 1 <= hidden <= MAX_WIDTH:
         expansion_ratio = fields.get("expansion_ratio")
@@ -66,6 +66,6 @@ def fill_intermediate_size(fields: dict[str, Any]) -> None:
 
 
 def set_multi_query_kv_heads(fields: dict[str, Any]) -> None:
-    """With multi_query, all heads share one key and value, unless new_decoder_architecture is set."""
+    """With multi_query, all heads share one key and value, except with new_decoder_architecture."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         fields["num_key_value_heads"] = 1

@@ -13,8 +13,8 @@ class EncoderFamily(ModelFamily):
     build_spec: Callable[[ModelConfig], EncoderSpec]
     """Raises ModelError for unsupported models."""
     reads_classifier_pooling: bool = False
-    """Classifiers may pool the mean of all tokens, as classifier_pooling specifies."""
+    """If classifier_pooling says so, classifiers pool the mean of all tokens."""
     embedding_size: Callable[[ModelConfig], int] | None = None
-    """Size of a dual encoder's vectors; None for other encoders."""
+    """Size of a dual encoder's vectors."""
     outer_fields: tuple[str, ...] = ()
-    """Fields read from the whole model's config.json instead of text_config."""
+    """Fields to read outside text_config."""

@@ -26,13 +26,13 @@ class ModelFamily:
     model_types: tuple[str, ...]
     field_names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of null or missing fields, by Llama's names."""
+    """Values for null or missing fields, by Llama's names."""
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of missing fields where null has another meaning."""
+    """Values for missing fields if null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
-    """Add fields that follow from others. Called with defaults set, but before validation: values may have any type."""
+    """Called after defaults are set and before validation: values may have any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes that a multimodal model's text_config may omit."""
+    """Sizes that text_config may omit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +40,29 @@ class DecoderFamily(ModelFamily):
     """Omitted fields are like Llama's."""
 
     other_layer_types: tuple[str, ...] = ()
-    """Besides full and sliding attention."""
+    """Types besides full and sliding attention."""
     has_partial_rotary: bool = False
-    """Whether partial_rotary_factor is read; the same as in transformers' class."""
+    """True if transformers' class reads partial_rotary_factor."""
     has_longrope: bool = False
-    """LongRoPE is refused for other families."""
+    """False: LongRoPE is refused."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields that must not be set, and the rest of the error text."""
+    """Fields that must not be set; values complete the error message."""
     check_config: Callable[[ModelConfig], None] | None = None
     """Raises ModelError for unsupported models."""
 
     # The decoder
     base: DecoderFamily | None = None
-    """Its decoder is changed by the fields below; None means base_decoder_spec."""
+    """The fields below change the base's decoder; None: base_decoder_spec."""
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """None keeps the base's. Recurrent sublayers have their own norms."""
+    """None: the base's. Recurrent sublayers have their own norms."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
-    """Per layer, what replaces attention; None keeps it."""
+    """Per layer: replacement of attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Replaces the MLP in layers with experts; returns None if the model has none."""
+    """Replaces the MLP in layers with experts. Returns None for a model without experts."""
     decoder: SpecFields = field(default_factory=dict)
 
     # The checkpoint
@@ -71,14 +71,14 @@ class DecoderFamily(ModelFamily):
     """None: GGUF files are not supported."""
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
-        """Config fields and weight names in `changes` replace this family's; spec changes and checks apply on top. GGUF
-        and multimodal_text_defaults are not inherited.
+        """Config fields and weight names in `changes` replace this family's; spec changes and checks are added to this
+        family's. GGUF and multimodal_text_defaults are not inherited.
         """
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 
     @property
     def has_experts(self) -> bool:
-        """Experts made by `build_base_spec` do not count."""
+        """False for experts made by `build_base_spec`."""
         return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property
@@ -86,7 +86,7 @@ class DecoderFamily(ModelFamily):
         return (*_FULL_ATTENTION_TYPES, *self.other_layer_types)
 
     def decoder_spec(self, config: ModelConfig) -> DecoderSpec:
-        """Also accepts configs of derived families. Raises ModelError."""
+        """Accepts configs of derived families too. Raises ModelError."""
         for name, problem in self.unsupported_fields.items():
             if config.raw.get(name):
                 raise ModelError(f"model: config.json: {name} {problem}")

@@ -13,7 +13,7 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Return tokens per attention layer; None is unlimited."""
+    """Tokens per attention layer; None: unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None
@@ -30,7 +30,7 @@ def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int 
 
 
 def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Without layer_types, windows begin at layer max_window_layers."""
+    """Without layer_types, layers from max_window_layers on have windows."""
     windows = layer_windows(text_fields, num_layers)
     if (
         text_fields.get("layer_types")
@@ -44,7 +44,7 @@ def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def unserved_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Families without a file use max_window_layers if present."""
+    """For models without a family: uses max_window_layers if present."""
     has_lower_layers = text_fields.get("max_window_layers") is not None
     return (upper_layer_windows if has_lower_layers else layer_windows)(text_fields, num_layers)
 
@@ -64,7 +64,7 @@ def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
 def hybrid_mixers_reader(
     read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """A DecoderFamily.mixers that replaces attention in layers of `kinds`."""
+    """Return a DecoderFamily.mixers that replaces attention in layers of `kinds`."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         mixer = read_sublayer(config, norm)
@@ -86,7 +86,7 @@ def attention_layer_values_reader(
 
 
 def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Layers count from 0."""
+    """Layer indices start at 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

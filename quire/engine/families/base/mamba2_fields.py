@@ -26,9 +26,7 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_conv_bias": True,
 }
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
-"""Rows of a checkpoint's in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (one per
-head).
-"""
+"""Rows of a checkpoint's in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (heads)."""
 _LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
@@ -53,7 +51,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Rename legacy layer types. Without layer_types, `kind_of` gives the type of each layer index."""
+    """Rename legacy layer types. Without layer_types, `kind_of` maps layer indices to types."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -64,7 +62,7 @@ def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str
 
 
 def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> None:
-    """`inner_size`: size of all heads together; by default mamba_expand times the hidden size."""
+    """`inner_size`: total size of all heads; default: mamba_expand times the hidden size."""
     heads, hidden, times = (fields.get(name) for name in ("mamba_n_heads", "hidden_size", "mamba_expand"))
     if fields.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:
         if isinstance(inner_size, int):
@@ -76,7 +74,7 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
 
 
 def check_mamba2_width(config: ModelConfig) -> None:
-    """Raise ModelError if the heads' total width contradicts config.json."""
+    """Raise ModelError if config.json contradicts the heads' total width."""
     raw, times = config.raw, config.raw.get("mamba_expand")
     heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
     if times is None or not isinstance(heads, int) or not isinstance(size, int):
@@ -91,6 +89,6 @@ def check_mamba2_width(config: ModelConfig) -> None:
 
 
 def _parse_infinity(value: Any) -> Any:
-    """transformers writes non-JSON numbers as {"__float__": ...}."""
+    """transformers writes numbers that JSON lacks as {"__float__": ...}."""
     written = value.get("__float__") if isinstance(value, Mapping) else None
     return float(written) if written in ("Infinity", "-Infinity", "NaN") else value

@@ -12,9 +12,9 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 MLA_NORM_EPS = 1e-6
-"""Latent norms ignore rms_norm_eps in all families."""
+"""In all families, latent norms ignore rms_norm_eps."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""Older files' fields for the rotated part of a head. qk_rope_head_dim replaces them."""
+"""Older files' fields, replaced by qk_rope_head_dim."""
 
 
 def mla_mixers_reader(
@@ -60,7 +60,7 @@ def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> M
 
 
 def fill_mla_head_dims(fields: dict[str, Any]) -> None:
-    """head_dim is the rotated part's size, as in transformers."""
+    """As in transformers, head_dim is the rotated part's size."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if fields.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         fields["v_head_dim"] = hidden // heads

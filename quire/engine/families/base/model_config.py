@@ -9,7 +9,7 @@ from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Under Llama's field names. Other fields stay in `raw`."""
+    """config.json under Llama's field names. Other fields stay in `raw`."""
 
     model_type: str
     vocab_size: int
@@ -25,16 +25,16 @@ class ModelConfig:
     dtype: str
     """The checkpoint's dtype."""
     rope: dict[str, Any]
-    """rope_type, rope_theta, and the rope_type's own keys."""
+    """rope_type, rope_theta, and the type's own keys."""
     raw: FamilyConfigFields
     """Fields of their declared types, or None."""
     eos_token_ids: tuple[int, ...] = ()
-    """All tokens that end an answer, found by read_eos_token_ids; () until it has been called."""
+    """Set by read_eos_token_ids; () before."""
     max_model_len: int | None = None
-    """Longest context to serve, in tokens. None: `max_position`."""
+    """Longest context to serve, in tokens; None: `max_position`."""
     rope_context: int | None = None
-    """Context in tokens that RoPE is chosen for. None: irrelevant."""
+    """Context in tokens that RoPE is chosen for; None: irrelevant."""
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Our field names to the file's, where they differ."""
     transformers_config: Mapping[str, Any] | None = None
-    """All of config.json, for transformers' classes only."""
+    """All of config.json, only for transformers' classes."""

@@ -13,7 +13,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Beyond real models, yet few enough to create without weights."""
+"""Above real models' numbers, yet few enough to create without weights."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
 """Raises ModelError."""
@@ -54,7 +54,7 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers have experts. Valid only for models with experts."""
+    """True for layers with experts. Valid only for models with experts."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:
@@ -91,7 +91,7 @@ def mlp_intermediate_size(config: ModelConfig) -> int:
 def shared_expert_reader(
     name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
 ) -> ConfigReader:
-    """`size` defaults to shared_expert_width. Reads None for size 0, unless `is_required`."""
+    """`size` defaults to shared_expert_width. Size 0 reads as None, unless `is_required`."""
 
     def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
         width = shared_expert_width(config.raw) if size is None else size(config)
@@ -114,8 +114,8 @@ def moe_reader(
     shared_expert: ConfigReader | None = None,
     **fields: Any,
 ) -> MoEReader:
-    """`routing` holds fields of Routing (kernels/parameters/routing.py); by default the chosen scores' softmax is the
-    weights, as in Mixtral.
+    """`routing`: fields of Routing (kernels/parameters/routing.py). By default, weights are the softmax of the chosen
+    scores, as in Mixtral.
     """
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
@@ -149,7 +149,7 @@ GROUPED_MOE = moe_reader(
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""Qwen's: a sigmoid gate, a linear with one output, scales the shared expert's output."""
+"""Qwen's: the sigmoid of a linear with one output scales the shared expert's output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

@@ -17,23 +17,22 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""In tokens; used if config.json of a LongRoPE model does not specify it."""
+"""Tokens, if a LongRoPE model's config.json lacks it."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""transformers' classes choose their frequencies by the longest context."""
+"""For these, transformers' classes choose frequencies by the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The RoPE parameters of a config.json: one set, or one for each kind of layer.
+    """Return one set of RoPE parameters, or one for each kind of layer.
 
-    transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 both into rope_parameters. If a file
-    has both objects, rope_scaling counts.
+    transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 writes both into rope_parameters. If
+    a file has both objects, rope_scaling counts.
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters")
     return rope if isinstance(rope, Mapping) else {}
 
 
 def rope_types(fields: Mapping[str, Any]) -> set[str]:
-    """All RoPE types in a config.json."""
     rope = rope_object(fields)
     return {_rope_type(each) or "default" for each in (rope, *rope.values()) if isinstance(each, Mapping)}
 
@@ -52,11 +51,11 @@ def normalize_rope(
     trained_context: int | None = None,
     default_trained_context: int | None = None,
 ) -> dict[str, Any]:
-    """Return one set of parameters in the form of ModelConfig.rope, normalized like transformers'
-    `standardize_rope_params`: with a rope_type and, if the type needs it, the context length of training.
+    """Normalize like transformers' `standardize_rope_params`, with a rope_type and, for types that need it, the context
+    length of training.
 
-    `defaults`: rope_theta and whatever else `rope_fields` may leave out. `positions`: the model's. `trained_context`
-    takes precedence over that of `rope_fields`.
+    `defaults`: rope_theta and other fields that `rope_fields` may omit. `positions`: the model's. `trained_context`
+    overrides that of `rope_fields`.
     """
     rope = {**defaults, **{key: value for key, value in (rope_fields or {}).items() if value is not None}}
     rope["rope_type"] = _rope_type(rope_fields or {}) or rope.get("rope_type") or "default"
@@ -72,8 +71,8 @@ def normalize_rope(
 
 
 def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """The parameters of all layers, or what kinds of layers share. The context length of training may stand next to the
-    object.
+    """Return the parameters of all layers, or those that all kinds of layers share. The context length of training may
+    be outside the object.
     """
     rope_fields = dict(rope_object(raw))
     rope_fields["rope_theta"] = rope_fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0
@@ -93,7 +92,7 @@ def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, h
 
 
 def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
-    """YaRN may extend config.json's, as Qwen advises."""
+    """YaRN may extend config.json's value, as Qwen advises."""
     config_positions = raw.get("max_position_embeddings") or 2048
     if rope["rope_type"] != "yarn":
         return config_positions
@@ -116,14 +115,14 @@ def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> 
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """Reads AttentionLayerSpec.mrope_axes. (): three consecutive sections; otherwise interleaved sections of these
-    default sizes.
+    """Reads AttentionLayerSpec.mrope_axes. (): three consecutive sections; otherwise default sizes of interleaved
+    sections.
     """
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 
 def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
-    """Only layers without a window may have scaled RoPE. `full` and `sliding` read the default rope_theta."""
+    """Only layers without a window may have scaled RoPE. `full` and `sliding` read default values of rope_theta."""
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         raw = config.raw
@@ -138,7 +137,7 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
 
 
 def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
-    """Per layer; layers without a window have no RoPE."""
+    """Per layer. Layers without a window have no RoPE."""
     return [None if window is None else config.rope for window in sliding_windows(config)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from quire.engine.architecture.rope import rotated_size
 
 LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
-"""Groups: the layer's index, and the module's name within the layer."""
+"""Groups: the layer's index, and the module's name in the layer."""
 MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 LayerModules = Mapping[str, str | tuple[str, ...]]
 QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -23,7 +23,7 @@ FUSED_MODULES: LayerModules = {
 }
 """GGUF files of any family use these too."""
 GATED_QUERY_MODULES: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
-"""Per head: rows of its query, then of its output gate."""
+"""Rows of each head: its query, then its output gate."""
 
 
 def delta_net_projections(letters: str) -> tuple[str, ...]:
@@ -38,16 +38,16 @@ FEED_FORWARD_MODULES: LayerModules = {
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One tensor of all experts. By default each is [inputs, outputs], with interleaved gate and up outputs, as in
-    gpt-oss.
+    """One tensor for all experts. By default, an expert is [inputs, outputs], with interleaved gate and up outputs, as
+    in gpt-oss.
     """
 
     gate_up_halves: bool = False
-    """Gate and up are halves of the outputs."""
+    """Gate outputs and up outputs are halves of the tensor."""
     always_transposed: bool = False
     """Halves are [inputs, outputs] instead of [outputs, inputs]."""
     maybe_transposed: bool = False
-    """The shape of halves decides."""
+    """The shape tells whether halves are transposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers, without prefix, to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """To Llama's names. For several names, their rows follow one another; head by head for GATED_QUERY_MODULES and with
+    """To Llama's names. Rows of several names follow one another, head by head in GATED_QUERY_MODULES and with
     `is_fused_by_kv_head`.
     """
     is_fused_by_kv_head: bool = False
-    """Per key-value head: rows of its queries, key, and value (GPT-NeoX's order); in a delta net, per key head: rows of
-    all parts.
+    """Rows of each key-value head: its queries, key and value (GPT-NeoX's order). In a delta net, rows of each key
+    head: all its parts.
     """
     transposed_modules: tuple[str, ...] = ()
     """Weights are [in, out]."""
@@ -73,7 +73,7 @@ class WeightNames:
     """None: each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
-        """GGUF tensors have Llama's names, except fused ones."""
+        """Except for fused tensors, GGUF tensors have Llama's names."""
         has_delta_net = any("linear_attn" in name for name in self.layer_modules)
         recurrent = {
             f"mamba.{name.rpartition('.')[2]}": own
@@ -95,7 +95,7 @@ class WeightNames:
         return tuple(f"model.layers.{match[1]}.{each}" for each in modules)
 
     def module_in_checkpoint(self, name: str) -> str:
-        """May be the fused tensor that contains the linear."""
+        """May return the fused module that contains the linear."""
         if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
             return name
         for stored, modules in self.layer_modules.items():
@@ -105,8 +105,8 @@ class WeightNames:
 
 
 def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
-    """Return the order of a stored head's elements that makes RoPE pair i with i + head_dim / 2; None if they are in
-    this order already. Unrotated elements follow the rotated ones in both halves.
+    """Return the order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if they have it
+    already. In both halves, unrotated elements follow the rotated ones.
     """
     size = rotated_size(rope, head_dim)
     rotated, unrotated = list(range(size)), list(range(size, head_dim))

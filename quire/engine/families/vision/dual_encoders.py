@@ -1,5 +1,5 @@
-"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023) compare vectors of images and texts. Tests compare pixels
-with transformers' image_processing_pil_*.py.
+"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023) compare vectors of images and texts. Tests compare with
+transformers' image_processing_pil_*.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
         return DualEncoderLayout(self, (width, height), None)
 
     def num_parameters(self, text_size: int) -> int:
-        """The text model's projection is not included."""
+        """Excludes the text model's projection."""
         hidden = self.tower_shape.hidden_size
         inner = self.tower_shape.intermediate_size
         patch = self.tower_shape.patch_size

@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team, 2025): every image becomes one square. Tests compare pixels with transformers'
+"""Gemma 3 (Gemma Team, 2025): every image becomes one square. Tests compare with transformers'
 image_processing_pil_gemma3.py.
 """
 
@@ -22,7 +22,7 @@ _BILINEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3VisionSpec(VisionSpec):
-    """Average pooling and a projection without bias. Image tokens attend to each other."""
+    """Pools averages and projects without bias. Image tokens attend to each other."""
 
     square_side: int
     """In pixels."""

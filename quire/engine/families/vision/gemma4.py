@@ -1,5 +1,5 @@
-"""Gemma 4 (Google, 2026): images are resized to squares of patches, one per token. Tests compare sizes and pixels with
-transformers' image_processing_pil_gemma4.py.
+"""Gemma 4 (Google, 2026): images are resized to squares of patches, one per token. Tests compare with transformers'
+image_processing_pil_gemma4.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Gemma4VisionSpec(VisionSpec):
     head_dim: int
     num_kv_heads: int
     pooling_size: int
-    """Patches per side averaged to a token."""
+    """A token averages this many patches per side."""
     max_tokens: int
     position_table_size: int
-    """Rows, for both columns and rows of patches."""
+    """Rows, for columns and rows of patches alike."""
     rope_theta: float
     has_clipped_linears: bool
     standardizes_tokens: bool
@@ -148,7 +148,7 @@ class PooledLayout(ImageLayout):
 
 
 def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
-    """Columns and rows of at most `max_squares`, in about the image's shape. Raises InvalidImage."""
+    """Columns and rows of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))
     rows, columns = (math.floor(factor * each / square_side) for each in (height, width))
     if rows == 0 and columns:

@@ -1,5 +1,5 @@
 """Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025): square tiles, plus one of the whole image.
-The tower (SigLIP: Zhai et al., 2023) reads tiles separately. Tests compare sizes and pixels with transformers'
+The tower (SigLIP: Zhai et al., 2023) reads tiles separately. Tests compare with transformers'
 image_processing_pil_idefics3.py.
 """
 
@@ -32,7 +32,7 @@ TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3VisionSpec(VisionSpec):
     image_size: int
-    """Side that positions were trained for, in pixels."""
+    """Side in pixels that positions were trained for."""
     scale_factor: int
     """Patches per side of a token."""
     tile_side: int
@@ -82,9 +82,9 @@ class Idefics3Layout(ImageLayout):
     resized_size: tuple[int, int]
     """(width, height) after the first resize."""
     tiled_size: tuple[int, int]
-    """(width, height) after the second resize, to whole tiles."""
+    """(width, height) after the second resize, in whole tiles."""
     rows: int
-    """0: not split."""
+    """0: one tile."""
     columns: int
 
     @property
@@ -123,7 +123,7 @@ def make_tile_layout(width: int, height: int, vision: Idefics3VisionSpec, *, may
 
 
 def _scale_to_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
-    """The shorter side becomes even."""
+    """Makes the shorter side even."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -144,7 +144,7 @@ def _limit_sides(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
-    """The longer side is rounded first."""
+    """Rounds the longer side first."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile
@@ -152,7 +152,7 @@ def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
     else:
         height = math.ceil(height / tile) * tile
         width = math.ceil(int(height * ratio) / tile) * tile
-    return max(width, tile), max(height, tile)  # rounding may leave 0 of one pixel
+    return max(width, tile), max(height, tile)  # rounding may turn 1 pixel into 0
 
 
 IDEFICS3 = MultimodalFamily(

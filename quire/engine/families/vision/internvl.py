@@ -1,5 +1,5 @@
 """InternVL (Chen et al., 2024): the grid of squares nearest to the image's shape, plus one of the whole image. Tests
-compare sizes and pixels with transformers' image_processing_pil_got_ocr2.py.
+compare with transformers' image_processing_pil_got_ocr2.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LFM2-VL (Liquid AI, 2025): a large image is cut into tiles, and a tile with the whole image is added.
+"""LFM2-VL (Liquid AI, 2025): large images are cut into tiles, plus one of the whole image.
 
 Sizes and tokens match transformers' image_processing_lfm2_vl.py; its torchvision resizing differs from Pillow's by at
 most one level.
@@ -38,11 +38,11 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
     """In pixels."""
     tile_count_range: tuple[int, int]
-    """Minimum and maximum number of tiles of an image that is cut."""
+    """Minimum and maximum number of tiles of a cut image."""
     token_count_range: tuple[int, int]
-    """Minimum and maximum number of tokens of an uncut image, or of a cut image's thumbnail."""
+    """Minimum and maximum number of tokens of an uncut image or of a thumbnail."""
     pixel_tolerance: float
-    """Images above this times the pixels of the most tokens are cut."""
+    """Images are cut if they have more than this times the pixels of the maximum number of tokens."""
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
@@ -165,7 +165,7 @@ def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tok
 
 
 def choose_tile_grid(width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Grids of equal size are in the order of a set, as in transformers."""
+    """Grids of equal size have a set's order, as in transformers."""
     counts = range(min_tiles, max_tiles + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if min_tiles <= wide * high <= max_tiles}

@@ -1,6 +1,6 @@
 """LLaVA (Liu et al., 2023), LLaVA-NeXT (Liu et al., 2024) and LLaVA-OneVision (Li et al., 2024): a square CLIP (Radford
-et al., 2021) or SigLIP tower. LLaVA reads one square. The others add squares that the image is cut into; each row of
-patches ends with a learned token. Tests compare sizes and pixels with transformers' image_processing_pil_*.py.
+et al., 2021) or SigLIP tower. LLaVA reads one square. The others add the squares of a cut image; each row of patches
+ends with a learned token. Tests compare with transformers' image_processing_pil_*.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""Longest side in pixels of images that are padded to a square."""
+"""Longest side in pixels of images padded to a square."""
 _MAX_SQUARES = 64
 """Per image."""
 TowerKind = Literal["clip", "siglip"]
@@ -46,19 +46,19 @@ class LlavaVisionSpec(VisionSpec):
     square_side: int
     """In pixels."""
     uses_class_token: bool
-    """CLIP's class token, which precedes the patches, also becomes a token."""
+    """CLIP's class token, which precedes the patches, becomes a token too."""
     center_crops: bool
-    """Resize the shorter side and crop, otherwise resize both."""
+    """True: resize the shorter side and crop. False: resize both sides."""
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
-    """Number of final layers that are not used."""
+    """Unused final layers."""
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
-    """(height, width) to resize and pad to; () does not cut."""
+    """(height, width) to resize and pad to; (): images are not cut."""
     max_squares: int | None = None
-    """Images with more patches than this many squares are interpolated."""
+    """Images with more patches than this many squares have are interpolated."""
     cuts_only_single_images: bool = False
-    """Several images are padded to squares instead."""
+    """Several images are each padded to a square instead."""
     has_newline_token: bool = False
     """Each row ends with a learned token."""
 
@@ -124,7 +124,7 @@ class LlavaVisionSpec(VisionSpec):
 
 @dataclass(frozen=True, slots=True)
 class UnpaddedPatchRegion:
-    """Patches of the image without padding, in the grid of all squares."""
+    """The image's patches without padding, in the grid of all squares."""
 
     top: int
     left: int
@@ -220,7 +220,7 @@ def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> Llav
 
 
 def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_crops: bool) -> None:
-    """Raise ModelError unless images become squares of this side."""
+    """Raise ModelError if images do not become squares."""
     sizes, crop = config.preprocessor_size(), config.preprocessor.get("crop_size")
     resized_side = sizes.get("height") or sizes.get("shortest_edge") or side
     cut = resized_side if crop is None else crop if isinstance(crop, int) else crop.get("height") or resized_side
@@ -314,7 +314,7 @@ class SquaresLayout(ImageLayout):
 
 
 def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """Return the (height, width) that keeps the most of the image, then wastes the least."""
+    """Return the (height, width) that keeps most of the image, then wastes least."""
 
     def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)

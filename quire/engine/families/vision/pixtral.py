@@ -1,5 +1,5 @@
 """Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: images keep their shape, and rows of image tokens end with a
-text token. Tests compare sizes and pixels with transformers' image_processing_pil_pixtral.py.
+text token. Tests compare with transformers' image_processing_pil_pixtral.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
-    """Merged patches first pass a norm and a linear."""
+    """Merged patches pass a norm and a linear first."""
     longest_edge: int
     """In pixels; larger images are scaled down."""
     rope_theta: float

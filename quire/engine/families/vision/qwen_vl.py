@@ -1,5 +1,5 @@
 """Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL (Qwen Team, 2025) and Qwen3.5: images are
-resized to squares of merge x merge patches, one per token. Tests compare sizes and pixels with transformers'
+resized to squares of merge x merge patches, one per token. Tests compare with transformers'
 image_processing_pil_qwen2_vl.py.
 """
 
@@ -49,7 +49,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     full_attention_layers: tuple[int, ...] = ()
     """Layers that do not use windows."""
     deepstack_layers: tuple[int, ...] = ()
-    """Layers that pass their features to the text model's first layers (Meng et al., 2024)."""
+    """Layers whose features are added in the text model's first layers (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
     """RMSNorm and gated MLPs."""
 
@@ -67,7 +67,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
         )
 
     def encoder_cost(self, content: Content) -> int:
-        """Each patch merger counts as half a layer."""
+        """A patch merger counts as half a layer."""
         mergers = self.num_patches(content) * (1 + len(self.deepstack_layers)) / 2 / self.tower_shape.num_layers
         return VisionSpec.encoder_cost(self, content) + math.ceil(mergers)
 
@@ -133,7 +133,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Qwen3.5's tower is the same, without deepstack by default. Raises ModelError."""
+    """Also Qwen3.5's tower, by default without deepstack. Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )

@@ -27,19 +27,19 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """Return specs keyed by the name within the linear, such as "weight"."""
+        """Keyed by the name within the linear, such as "weight"."""
 
     @abstractmethod
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Fuse linears of one input in this order. `cuts` apply where not cut early. `wide`: float32 results of the
-        same sums.
+        """Fuse linears of one input in this order. `cuts` apply to axes not cut on reading. `wide`: float32 results of
+        the same sums.
         """
 
     @abstractmethod
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        """[out, in] in the model's dtype, cut unless cut early."""
+        """[out, in] in the model's dtype. `cut` applies to axes not cut on reading."""
 
     @abstractmethod
     def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec:
@@ -47,7 +47,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """`tied`: also the LM head. `cut` applies where not cut early."""
+        """`tied`: also the LM head. `cut` applies to axes not cut on reading."""
 
 
 class WrappedScheme(QuantizationScheme):
@@ -75,7 +75,7 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
-    """Floating-point weights are cast to one dtype, whatever the checkpoint's is."""
+    """Casts floating-point weights to one dtype."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend

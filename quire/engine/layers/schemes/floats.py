@@ -20,7 +20,7 @@ _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Values indexed by code, doubled so that all are integers."""
+"""By code, doubled to be integers."""
 _Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
@@ -115,8 +115,8 @@ class BitsAndBytesInt8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes4BitFormat(LinearFormat):
-    """NF4 or FP4: nibbles, high one first, that index 16 floats, times absmax per block of flattened weights (maybe
-    8-bit codes itself). Dequantized, because no kernel has float tables.
+    """NF4 or FP4: nibbles, high one first, index 16 floats, times absmax per block of flattened weights (maybe in 8-bit
+    codes itself). Dequantized, because no kernel has float tables.
     """
 
     quant_type: str

@@ -44,7 +44,7 @@ def make_format_lookup(
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
     """None: unquantized. `headers`: of all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
-    though config.json does not say so.
+    without config.json saying so.
     """
     names = sorted(headers)
 

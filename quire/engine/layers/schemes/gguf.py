@@ -1,4 +1,4 @@
-"""GGUF blocks as grouped weights with exactly the same values. Functions take rows as bytes. Source: ggml-common.h and
+"""GGUF blocks as grouped weights of exactly the same values. Functions take rows as bytes. Source: ggml-common.h and
 ggml-quants.c, https://github.com/ggml-org/ggml.
 """
 

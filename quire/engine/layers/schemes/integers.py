@@ -75,7 +75,7 @@ class AWQFormat(LinearFormat):
 @dataclass(frozen=True, slots=True)
 class PackQuantizedFormat(LinearFormat):
     """pack-quantized: words along the inputs hold codes + 2 ** (bits - 1); words along the outputs hold zero points
-    with the same offset.
+    with that offset.
     """
 
     weight_format: WeightFormat
@@ -140,7 +140,7 @@ def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
     """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros None:
-    2 ** (bits - 1). Groups shrink if inputs are no multiple.
+    2 ** (bits - 1). Groups shrink if they do not divide the inputs.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()

@@ -15,7 +15,7 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 class LinearFormat(ABC):
     @abstractmethod
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        """Return specs keyed by the name within the linear."""
+        """Keyed by the name within the linear."""
 
     @abstractmethod
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:

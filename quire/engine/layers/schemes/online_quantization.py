@@ -24,7 +24,7 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""At once, or one output: a float32 copy of all would be twice the tensor."""
+"""Weights converted at once, or one output: a float32 copy of all would be twice the tensor."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
@@ -35,7 +35,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
-        """`dtype`: of activations and of weights that are not quantized."""
+        """`dtype`: of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -43,7 +43,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
         stored = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
-        # Scales cover all inputs, so that they are equal for any number of ranks.
+        # Scales cover all inputs: they must not depend on the number of ranks.
         return stored | {"weight": replace(stored["weight"], early_slice_axes="outputs")}
 
     def pack_linears(
@@ -66,7 +66,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
-    """Quantizes an embedding and a head that are floating-point; the wrapped scheme does the rest."""
+    """Quantizes a floating-point embedding and head; the wrapped scheme does the rest."""
 
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)

@@ -1,5 +1,5 @@
-"""A draft head keeps a state per position, made of the model's hidden states, and predicts the token after next from
-it.
+"""A draft head keeps a state per position, made of the model's hidden states, and predicts from it the token after
+next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
-    """A head reads and writes what the decoder's layers do, in its types, whole on every rank."""
+    """The decoder's sizes and dtypes, whole on every rank."""
     shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
     return BuildContext(backend, scheme, *shape, kv_scales={})
 
@@ -28,14 +28,14 @@ class DraftHead(ABC):
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
-    """It reads inputs of these layers (ascending) and the last hidden states."""
+    """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
     """None: unlimited."""
     block_bytes_formula: str = "0"
 
     @property
     def reads_all_tokens(self) -> bool:
-        """False: only those before a sampled token."""
+        """False: only tokens before a sampled one."""
         return bool(self.block_tensor_specs(1))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
@@ -43,7 +43,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Return the parameters keyed by checkpoint name."""
+        """Keyed by checkpoint name."""
 
     @abstractmethod
     def compute_states(

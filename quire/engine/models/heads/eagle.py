@@ -45,7 +45,7 @@ class EagleHead(TransformerHead):
 
 class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """Uses the decoder's embedding and a head of its own."""
+        """Uses the decoder's embedding and its own head."""
         super().__init__(spec, scheme, decoder, backend)
         self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
         self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)

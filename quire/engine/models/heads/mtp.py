@@ -3,7 +3,7 @@ position and the following token t,
 
     s = norm(layer(W [norm(embedding of t); norm(h)]))
 
-is the input of the model's head for the token after next. For further tokens s replaces h. Nemotron 3 has two layers,
+is the input of the model's head for the token after next. For further tokens, s replaces h. Nemotron 3 has two layers,
 attention and experts.
 """
 
@@ -24,7 +24,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 class MTPHead(TransformerHead):
     def __init__(self, spec: MTPSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """It takes embedding and head of the decoder."""
+        """Uses the decoder's embedding and head."""
         super().__init__(spec, scheme, decoder, backend)
         self._norms = self._outer_shapes.make_norms((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), spec.norm)
         self._eh_proj = self._outer_shapes.make_linear([EH_PROJ])

@@ -25,7 +25,7 @@ class TransformerHead(DraftHead):
     def __init__(
         self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """The layers have the decoder's input, output and dtypes. They are whole on every rank."""
+        """The layers have the decoder's sizes and dtypes, whole on every rank."""
         self.device = decoder.device
         build_context = draft_build_context(scheme, decoder, backend)
         self._layers = [
@@ -71,8 +71,8 @@ class TransformerHead(DraftHead):
     def _run_layers(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, residual stream), not yet added, for x [T, hidden]. Stores all T tokens' keys and values.
-        Adapters are the decoder's alone.
+        """(output, residual stream), not yet added, for x [T, hidden]. Stores all T tokens' keys and values. Adapters
+        apply to the decoder alone.
         """
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
         if (

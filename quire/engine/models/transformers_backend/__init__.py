@@ -1,6 +1,6 @@
 """Runs transformers' model classes on Quire's KV blocks, like vLLM's `--model-impl transformers`
 (vllm/model_executor/models/transformers).
 
-A class is run once on meta tensors (probe.py) to find what its layers keep. Linears, norms, RoPE and experts are
-replaced where Quire's are the same function.
+A class runs once on meta tensors (probe.py) to find what its layers keep. Quire's linears, norms, RoPE and experts
+replace the class's if they are the same function.
 """

@@ -14,9 +14,7 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 class PagedAttentionFunction:
-    """A class calls attention in the order seen by the probe: the n-th call is the n-th layer's. A step is one row of
-    tokens.
-    """
+    """A class calls attention in the probe's order: the n-th call is the n-th layer's. A step is one row of tokens."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Makes elementwise functions independent of other rows.
 
-On CPUs PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits large
-tensors among threads anywhere. So rows are padded to whole vectors, in chunks for one thread.
+On CPUs, PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits
+large tensors among threads at any element. So rows are padded to whole vectors, in chunks for one thread.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class TransformersDecoder(Decoder):
     """Fill it through `parameters()`, then call `ready` before use."""
 
     reduces_results = True
-    """False while one rank computes alone, with meaningless results."""
+    """False while one rank computes alone; results are then meaningless."""
 
     def build_modules(self, build_context: BuildContext) -> None:
         """Builds all layers: check_transformers_settings excludes pipeline stages."""
@@ -153,7 +153,6 @@ class TransformersDecoder(Decoder):
         return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)
 
     def _replace_modules_and_list_parameters(self) -> ParameterTable:
-        """Replace modules where Quire's are the same function."""
         model, table = self._model, ParameterTable()
         head, replaced = model.get_output_embeddings(), dict[int, nn.Module]()
         positions, context = self.max_model_len, self._spec.rope_context or self.max_model_len

@@ -1,5 +1,5 @@
-"""Each expert computes its rows alone, and a token's experts are summed in order, so that results do not depend on
-other tokens.
+"""Each expert computes its rows alone, and a token's experts are summed in order: results do not depend on other
+tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class QuireExperts:
         shard: ModelShard = UNSHARDED,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`reduce`: adds up the ranks' results."""
+        """`reduce`: sums the ranks' results."""
         self._module: Any = module
         self._shard, self._reduce = shard, reduce
         self._name = name

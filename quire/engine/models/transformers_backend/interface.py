@@ -1,5 +1,5 @@
-"""Registers Quire in transformers' attention, mask and experts interfaces. Modules carry the functions, so no state
-lies outside of models.
+"""Registers Quire in transformers' attention, mask and experts interfaces. Modules carry the functions, so there is no
+global state.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """Return a mask with its function on meta devices. Elsewhere, return None: paged attention needs no mask."""
+    """On meta devices, a mask with its function; elsewhere None, because paged attention needs no mask."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

@@ -47,7 +47,7 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
 
 
 def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]:
-    """A text part is found by architecture."""
+    """Finds a text part by architecture."""
     kind, architectures = str(config_fields["model_type"]), config_fields.get("architectures") or ()
     config = CONFIG_MAPPING[kind]
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:

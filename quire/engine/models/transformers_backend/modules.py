@@ -1,5 +1,5 @@
-"""Quire's linears and norms in place of a class's. Norms are compared by numbers, because families use one name for
-different arithmetic.
+"""Quire's linears and norms in place of a class's. Norms are compared by numbers: families use one name for different
+arithmetic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`context`: of the step's tokens, which are the rows if there are adapters."""
+        """`context`: of the step's tokens. With adapters, rows are tokens."""
         super().__init__()
         self._packed = linear
         self._context = context
@@ -72,7 +72,7 @@ class QuireNorm(nn.Module):
 
 
 def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -> QuireNorm | None:
-    """None if it is not the same function."""
+    """None unless it is the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:
             return None
@@ -123,7 +123,7 @@ def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class BatchInvariantModule(ModuleProxy):
-    """A module with its own matrix, such as a router; rows become independent."""
+    """A module with its own matrix, such as a router. Makes rows independent."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__(module)
@@ -141,13 +141,13 @@ def has_custom_matmul(module: nn.Module) -> bool:
 
 
 class _PackedMatmulMode(TorchFunctionMode):
-    """Within its context, F.linear with the module's own matrix runs Quire's kernel, in any dtype."""
+    """F.linear with the module's own matrix runs Quire's kernel, in any dtype."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
         self._module, self._backend = module, backend
         self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
-        """Packed linears keyed by dtype, each with the parameter that was packed."""
+        """Keyed by dtype; each linear with the parameter that was packed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:
@@ -170,7 +170,7 @@ class _PackedMatmulMode(TorchFunctionMode):
 
 
 def find_unreplaced_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
-    """Matrices that PyTorch still multiplies, where rows may depend on others."""
+    """Matrices that PyTorch still multiplies: rows may depend on others."""
     names = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]

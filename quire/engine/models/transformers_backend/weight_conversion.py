@@ -1,6 +1,4 @@
-"""Converts tensors by transformers' rules, which may join experts or split linears. Parts are held until all have
-arrived.
-"""
+"""Converts tensors by transformers' rules, which may join experts or split linears. Parts wait for the others."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ TensorStream = Iterator[tuple[str, Tensor]]
 class _PendingConversion:
     converter: Any
     num_elements: int
-    """Number of elements in all parts."""
     parts: list[tuple[str, str, Tensor]] = field(default_factory=list)
     """Stored name, matched pattern, tensor."""
 

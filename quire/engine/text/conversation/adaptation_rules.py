@@ -1,6 +1,4 @@
-"""Rules that rewrite a unit of a conversation for a chat template. None moves a user's or a tool's text into a system
-message.
-"""
+"""Rules that rewrite a unit for a chat template. None moves a user's or a tool's text into a system message."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""Inserted between two messages of the other role, in this order of preference, if a template refuses them and they
-cannot be merged.
+"""Inserted, in this order of preference, between two messages of the other role that a template refuses and that cannot
+be merged.
 """
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",
@@ -51,7 +49,7 @@ FIX_LABELS: dict[Fix, str] = {
     "omitted": "empty message left out",
 }
 _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
-"""Others cost 1. Cheap rules are tried first."""
+"""Others cost 1. Cheap rules come first."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
 """Most rules tried before calls become text."""
@@ -75,7 +73,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """Rules come in the order to try. `text_results`: calls are text, so results must be too."""
+    """Yield rules in the order to try. `text_results`: calls are text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

@@ -13,7 +13,7 @@ from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 MAX_RENDERINGS = 6
 """Each one bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""In longer conversations, a refusal is blamed on the last unit."""
+"""In longer conversations, the last unit gets the blame for a refusal."""
 ADAPTATION_OFF_MESSAGE = (
     "the chat template does not accept this conversation unchanged, and the server runs with --adapt-conversations off"
 )
@@ -31,7 +31,7 @@ class ConversationRenderer:
     def __init__(
         self, units: Sequence[MessageUnit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
     ) -> None:
-        """`render` raises InvalidRequest if the template refuses. `prompt`: add a generation prompt; None continues the
+        """`render` raises InvalidRequest if the template refuses. `prompt`: add a generation prompt; None: continue the
         last message.
         """
         self._units = units
@@ -40,8 +40,8 @@ class ConversationRenderer:
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest naming messages[i] that no rule renders (unless `allow_missing`) or, without `adapt`,
-        that need a rule.
+        """Raises InvalidRequest naming messages[i] that no rule renders (unless `allow_missing`) or that need a rule
+        (without `adapt`).
         """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}
         first: RenderedConversation | None = None

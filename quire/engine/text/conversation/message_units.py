@@ -1,4 +1,4 @@
-"""A unit is one message, or an assistant's calls with the results that follow directly."""
+"""A unit is one message, or an assistant's calls with the results that directly follow."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_COUNTED_CALLS = 3
 """More calls in a message count as three."""
 
 ContentKind = Literal["empty", "text", "parts"]
-"""parts: contains images."""
+"""parts: with images."""
 IdKind = Literal["short", "foreign", "missing"]
 """short: nine letters and digits, which all templates accept."""
 ArgumentsKind = Literal["object", "text", "value"]
 """text: a string that is not JSON, or JSON of a string. value: other JSON."""
 ResultsKind = Literal["none", "whole", "reordered", "partial", "mixed", "unmatched"]
-"""whole: one per call, in order. mixed: some answer no call. unmatched: none does."""
+"""whole: one per call, in order. mixed: some answer no call. unmatched: all do not."""
 
 
 class UnitShape(NamedTuple):
@@ -42,14 +42,14 @@ class UnitShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MessageUnit:
     messages: tuple[Message, ...]
-    """Messages returned by `normalize_message`."""
+    """Normalized by `normalize_message`."""
     index: int
     """-1 if Quire added it."""
     is_tool_description: bool = False
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
-    """`first_index` is -1 if a tool description comes first."""
+    """`first_index`: -1 if a tool description comes first."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:
@@ -95,7 +95,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Return each result's call index or None. Results without id answer the first open call, by name if given."""
+    """Return call indices of results. Results without id answer the first open call, by name if given."""
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))
@@ -116,7 +116,7 @@ def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
 
 
 def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
-    """`text_arguments`: the template wants arguments as JSON strings."""
+    """`text_arguments`: the template takes arguments as JSON strings."""
     message = unit.messages[0]
     role = message.get("role", "")
     content = content_kind(message)

@@ -1,6 +1,6 @@
-"""Finds the rule by which a chat template accepts each unit, by rendering made-up texts.
+"""Renders made-up texts to find a rule by which a chat template accepts each unit.
 
-A rule depends only on what precedes the unit, so prompts of a growing conversation keep their prefix.
+A rule depends only on what precedes the unit: a growing conversation keeps its prompts' prefix.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from quire.engine.text.conversation.probe_units import ProbeUnit, make_probe_uni
 from quire.engine.text.conversation.unit_writer import UnitWriter
 
 RenderProbe = Callable[[list[Message], bool, bool], str | None]
-"""(messages, tools, generation prompt); None: refused."""
+"""(messages, tools, generation prompt) to text; None: refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""Rules or fixes by unit index that failed with the conversation's own texts."""
+"""Keyed by unit index: rules or fixes that failed with the conversation's own texts."""
 
 MAX_CACHED_STATES = 2000
-"""Above this, a template's cache is cleared."""
+"""Above this, the cache is cleared."""
 _MAX_STATE_STEPS = 12
 _USER, _ASSISTANT = UnitShape("user"), UnitShape("assistant")
 _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
@@ -31,7 +31,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Ways to continue after a role. A rule that allows one is preferred."""
+"""Continuations after a role. Rules that allow one are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ConversationPlan:
     rules: list[AdaptationRule]
     adaptations: list[Adaptation]
     first_unsure_unit: int | None = None
-    """Index of the first unit without a known rule."""
+    """First unit without a known rule."""
     moved_texts: list[str] = field(default_factory=list)
 
 
@@ -71,7 +71,7 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
-        """`prompt`: add a generation prompt; None continues the last message."""
+        """`prompt`: add a generation prompt; None: continue the last message."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
@@ -130,16 +130,16 @@ class ConversationPlanner:
 
     def _learn_transition(self, state: _AutomatonState, shape: UnitShape, tools: bool) -> None:
         rule, sure = self._choose_rule_and_certainty(state, shape, tools, frozenset())
-        if len(state.transitions) > MAX_CACHED_STATES:  # only if callers may invent roles
+        if len(state.transitions) > MAX_CACHED_STATES:  # only reached if callers may invent roles
             state.transitions.clear()
         state.transitions[shape] = rule, self._state_after_rule(state, shape, rule, tools), sure
 
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """Return the first rule that the template accepts with what mostly follows; else the first that it accepts.
+        """Return the first rule that the template accepts with a usual continuation, or else the first that it accepts.
 
-        False: there is none, and the unit stays as sent.
+        False: it accepts none, and the unit stays as sent.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None
@@ -165,7 +165,7 @@ class ConversationPlanner:
     def _rule_suits_and_continues(
         self, steps: tuple[PlanStep, ...], shape: UnitShape, rule: AdaptationRule, tools: bool, *, partly: bool = False
     ) -> tuple[bool, bool]:
-        """`partly`: call arguments may be missing, and calls stand elsewhere."""
+        """`partly`: call arguments may be missing, and texts may be anywhere."""
         trial = self._write_trial_of_steps((*steps, (shape, rule)))
         if trial is None:
             return False, False
@@ -185,7 +185,7 @@ class ConversationPlanner:
         return alone or any(lengths), ends_here and goes_on and stays
 
     def _keeps_prefix(self, steps: tuple[PlanStep, ...], messages: list[Message], tools: bool) -> bool:
-        """False if a late system message changes the text before it, as in some templates."""
+        """False if a late system message changes earlier text, as in some templates."""
         if all(shape.role in SYSTEM_ROLES for shape, _ in steps):
             return True
         trial = self._write_trial_of_steps(steps)
@@ -282,7 +282,7 @@ def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
 
 
 def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
-    """Templates distinguish the first and last exchange, and two of any repetition."""
+    """Keeps the first and last exchange and two of any repetition, which templates distinguish."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchange_starts(rest)]

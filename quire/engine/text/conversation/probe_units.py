@@ -12,7 +12,7 @@ PROBE_KEY = "qkeyq"
 class ProbeUnit(NamedTuple):
     unit: MessageUnit
     expected_texts: list[tuple[str, ...]]
-    """One text of each entry must appear."""
+    """One text per entry must appear."""
     any_position: bool = False
     """Some templates move the first system message."""
     argument_texts: frozenset[str] = frozenset()
@@ -23,7 +23,7 @@ class ProbeUnit(NamedTuple):
 
 
 def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_arguments: bool) -> ProbeUnit:
-    """`serial` must be unique within a conversation."""
+    """`serial`: unique in a conversation."""
     content = f"qz{serial}czq"
     message: Message = {"role": shape.role, "content": _make_content(shape.content, content)}
     if shape.has_reasoning:
@@ -68,7 +68,7 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
 
 
 def _answered_call_indices(shape: UnitShape) -> list[int]:
-    """Indices of calls with results, in the order of the results."""
+    """In the order of results."""
     places = list(range(shape.num_calls))
     if shape.results == "reordered":
         return places[::-1]

@@ -21,14 +21,14 @@ _CALL_MARKS = ("qcalledq", "qidqidqid", "qvalueq")
 @dataclass(frozen=True, slots=True)
 class TemplateInputFormat:
     content_parts: bool = False
-    """Content is a list of parts: some multimodal templates show nothing of a string."""
+    """Content is a list of parts: some multimodal templates omit strings."""
     empty_tool_list: bool = False
-    """Without tools, `tools` is an empty list."""
+    """`tools` is an empty list if there are none."""
     functions_variable: bool = False
-    """FireFunction's template needs it."""
+    """For FireFunction's template."""
 
     shows_user_text: bool = True
-    """A constant template is rendered unchecked."""
+    """False: the template is constant, and rendered unchecked."""
 
     def make_template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
         more: Mapping[str, Any] = {}
@@ -47,11 +47,11 @@ class TemplateCapabilities:
     shows_tools: bool
     shows_calls: bool
     text_arguments: bool
-    """It wants arguments of calls as JSON strings."""
+    """Takes arguments of calls as JSON strings."""
     undescribed_tools: bool
-    """It accepts tools that have no description."""
+    """Accepts tools without description."""
     undescribed_parameters: bool
-    """It accepts parameters that have no description."""
+    """Accepts parameters without description."""
 
 
 def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:

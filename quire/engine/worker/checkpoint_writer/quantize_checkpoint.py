@@ -1,6 +1,6 @@
 """`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]`: writes a quantized
-checkpoint, with STRENGTH after SmoothQuant. Samples come from stdin, a JSON list of lists of token ids. `quire
-quantize` starts it, because it needs torch.
+checkpoint; with STRENGTH, after SmoothQuant on samples from stdin, a JSON list of lists of token ids. `quire quantize`
+starts it as a process, because it needs torch.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 
 _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
-"""Weights of layers; those with two axes are linears."""
+"""Weights of layers; the two-dimensional ones are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
 """Routers stay unquantized."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
-"""Not served by Quire; they stay unquantized."""
+"""Stay unquantized: Quire does not serve them."""
 
 
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Holds one tensor and its result at a time. Returns a summary for people. `make_smoothing` is called once files
-    are known to be writable. Raises ModelError and OSError; `out` is then removed.
+    """Return a summary for people. Holds one tensor and its result at a time. Calls `make_smoothing` once files are
+    known to be writable. Raises ModelError and OSError, and then removes `out`.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -145,7 +145,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def main(model: str, out: str, name: str, strength: str | None = None) -> int:
-    """Returns the exit status."""
     cpu, smooth = CpuBackend(), None
     if strength is not None:
         smooth = partial(fit_smoothing, Path(model), json.load(sys.stdin), float(strength))

@@ -21,7 +21,7 @@ class QuantizedFormat(ABC):
     format_name: str
     weights_config: dict[str, Any]
     activations_config: dict[str, Any] | None = None
-    """Config entry that only other programs read."""
+    """Read by other programs only."""
 
     @abstractmethod
     def tensor_layout(self, outs: int, inner: int) -> TensorLayout | None:
@@ -65,8 +65,8 @@ class ChannelFormat(QuantizedFormat):
 
 
 class Int4GroupFormat(QuantizedFormat):
-    """4 bits with scale and zero point per 32 inputs. Offsets, as in --quantization, fit better but do not exist in
-    compressed-tensors.
+    """4 bits with scale and zero point per 32 inputs. Offsets, as in --quantization, fit better, but compressed-tensors
+    has none.
     """
 
     format_name = "pack-quantized"

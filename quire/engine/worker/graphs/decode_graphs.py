@@ -1,10 +1,9 @@
-"""CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
+"""CUDA graphs of decode steps: one launch for a few hundred kernels, so the GPU never waits for Python.
 
 A graph records addresses, so a decode step is a function of one static tensor (slots, positions); all else has fixed
 device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows.
 
-All graphs of a size share buffers. A second kind of graph samples greedily; a third runs draft heads once tokens are
-stored.
+All graphs of a size share buffers. Further graphs sample greedily, and run draft heads once tokens are stored.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Rows; captured up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""Tokens; each further graph allows four times more. Kernels split work by a graph's longest context, so a single one
+"""Tokens; each further graph allows four times more. Kernels split work by a graph's longest context: a single graph
 would be slow for short contexts.
 """
 
@@ -63,13 +62,13 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Rows per graph, up to the smallest size with a row for each slot."""
+    """Rows per graph, up to the first size with a row per slot."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Blocks of the longest context that a graph allows, ascending."""
+    """Blocks of each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -93,7 +92,7 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """Keyed by rows and blocks; captured with the first decode graph that has the same key."""
+        """Keyed by rows and blocks; captured with the first decode graph of that key."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
@@ -105,7 +104,7 @@ class DecodeGraphs:
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """True if every token is sampled. Draft tokens are rows: every layer stores all keys and values before it
+        """True if every token is sampled. Draft tokens are rows: each layer stores all keys and values before it
         attends.
         """
         return (
@@ -167,7 +166,7 @@ class DecodeGraphs:
         return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """None if capturing failed. Capturing computes scratch rows only."""
+        """None if capturing failed. Captures on scratch rows."""
         size, max_blocks, row_parts = key
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)

@@ -1,4 +1,4 @@
-"""CUDA graphs of drafting. A draft token is one upload and two graphs: one samples and stores the token, the other
+"""CUDA graphs of drafting. A draft token takes one upload and two graphs: one samples and stores the token, the other
 advances the state. States stay on the device by slot. Non-greedy sampling is eager.
 """
 
@@ -21,7 +21,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
 """(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, also
-stored. Must neither wait for the host nor read changing host data.
+stored. Restricted like a DecodeFunction.
 """
 AdvanceFunction = Callable[[Tensor, int], Tensor]
 """(rows, max blocks) to states [B, hidden], also stored."""
@@ -44,8 +44,8 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """Captures lazily. `advance` None: all drafts come from one state. `num_samplers`: draft indices with samplers
-        of their own.
+        """Captures lazily. `advance` None: all drafts come from one state. `num_samplers`: draft indices with their own
+        samplers.
         """
         self._sample = sample
         self._advance = advance
@@ -81,7 +81,7 @@ class DraftHeadGraphs:
         )  # the next draft may overwrite it before it is downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
-        """Advance the states of the uploaded rows."""
+        """Advances the uploaded rows."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
         if (graph := self._get_or_capture_graph(key)) is not None:
@@ -109,7 +109,7 @@ class DraftHeadGraphs:
                 yield _GraphKey(size, None, draft_index)
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """None if capturing failed. Capturing computes scratch rows only."""
+        """None if capturing failed. Captures on scratch rows."""
         if key not in self.graph_set:
             rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()

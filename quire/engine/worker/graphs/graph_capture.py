@@ -39,11 +39,11 @@ class GraphOutputs:
     used_cuda_graph: bool
     sampled_tokens: Tensor | None = None  # from a sampling graph
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, width]. Call it once sampled tokens are stored."""
+    """Returns [R, width]. Call once sampled tokens are stored."""
 
 
 class GraphSet(Generic[GraphKey]):
-    """Ranks capture in the same order, and a graph that fails on one is used by none: a rank that replays and one that
+    """Ranks capture in the same order, and use no graph that failed on one of them: a rank that replays and one that
     runs eagerly might wait for each other's collectives.
     """
 
@@ -56,7 +56,6 @@ class GraphSet(Generic[GraphKey]):
         self._unused_graphs: list[object] = []
         """PyTorch would free the pool with its last graph."""
         self.eager_reasons: dict[GraphKey, str] = {}
-        """Why keys could not be captured."""
         self._num_rows: dict[GraphKey, int] = {}
 
     def __contains__(self, kind: GraphKey) -> bool:
@@ -64,7 +63,7 @@ class GraphSet(Generic[GraphKey]):
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """Failures are not retried: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
+        """Does not retry failures: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
         ranks may hang.
         """
         assert key not in self
@@ -111,7 +110,7 @@ class CudaGraphCapture:
     """Graphs share a pool: no two run at once."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept: PyTorch's allocator still asks them about memory."""
+    """Kept, because PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
         """`allocator`: PyTorch's private functions."""
@@ -120,7 +119,7 @@ class CudaGraphCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # First run eagerly: libraries initialize and Triton compiles.
+        # Run eagerly first: libraries initialize and Triton compiles.
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
@@ -139,8 +138,8 @@ class CudaGraphCapture:
         return graph.replay, result
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Then memory used by
-        several streams is never freed, and nothing else can be captured into the pool.
+        """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory used by several
+        streams would never be freed, and nothing else could be captured into the pool.
         """
         device = self._stream.device_index
         with suppress(Exception):  # ended properly or never began

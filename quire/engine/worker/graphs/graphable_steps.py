@@ -15,7 +15,7 @@ ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor
 
 
 class GraphableSteps:
-    """Appends aux hidden states to hidden states."""
+    """Appends auxiliary hidden states to hidden states."""
 
     def __init__(
         self,
@@ -77,6 +77,6 @@ class GraphableSteps:
         return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)
 
     def split_hidden(self, side_by_side: Tensor) -> list[Tensor]:
-        """Hidden states, then aux hidden states."""
+        """Hidden states, then auxiliary ones."""
         count = 1 + len(self._aux_layers)
         return [side_by_side] if count == 1 else [each.contiguous() for each in side_by_side.chunk(count, dim=1)]

@@ -1,14 +1,14 @@
 """CUDA graphs of small mixed batches: decodes, then chunks of a few prompts.
 
-Decode rows, prefill tokens and prefill sequences are fixed numbers. Padding is valid: decodes of the scratch slot, and
-sequences of it that take all remaining tokens. So no sequence is empty and every token has one, which some libraries
-require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the maximal length
-(kernels/gpu/prefill_decode_split.py).
+A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding is valid: decodes of the scratch
+slot, and sequences of it that take all remaining tokens. So no sequence is empty and every token has a sequence, as
+some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the
+maximal length (kernels/gpu/prefill_decode_split.py).
 
 vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
 attention from the host is most of a small step's cost.
 
-A key is captured in an idle moment after the first request, or at the second, up to MAX_MIXED_GRAPHS.
+A key is captured in an idle moment after a step first asks for it, or when a step asks again, up to MAX_MIXED_GRAPHS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_PREFILL_ROWS = 8
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
 """(rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64, number of decodes, max blocks) to hidden states [T,
-width]. Must neither wait for the host nor read changing host data.
+width]. Restricted like a DecodeFunction.
 """
 
 MixedHeadFunction = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
@@ -81,7 +81,7 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily. Captures follow from batches and failures alone, so that all ranks agree."""
+        """Captures lazily. Batches and failures alone decide what is captured, so all ranks agree."""
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -93,7 +93,7 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """In order: graphs for a single prompt, then graphs that steps asked for."""
+        """In order: graphs for a single prompt, then those that steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
@@ -203,7 +203,7 @@ class MixedBatchGraphs:
         return self._buffers[size]
 
     def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
-        """`num_chunks` chunks have `num_tokens` tokens in total."""
+        """`num_chunks` chunks have `num_tokens` tokens in all."""
         inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
         rows, sequences = (
             inputs[: 3 * key.num_total_rows].reshape(3, -1),
@@ -218,7 +218,7 @@ class MixedBatchGraphs:
         return inputs
 
     def _build_inputs_and_output_indices(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, indices of samples, indices of all tokens in batch order."""
+        """Inputs, sample indices, and indices of all tokens in batch order."""
         key = graph_plan.key
         rows = graph_plan.scheduler_output.scheduled_requests
         is_chunk = ~graph_plan.is_decode

@@ -54,14 +54,14 @@ class ImageEncoderCache:
         """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """Partial encodings keyed by slot; several slots may share one."""
+        """Keyed by slot; several slots may share one."""
         self.num_encoded = 0
-        """Images, or parts of images, that the tower has encoded."""
+        """Images, or parts of images."""
 
     def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
-        """Whole images of one size are encoded together."""
+        """Encodes whole images of one size together."""
         if self._tower is None:
             return
         for slot in (*scheduler_output.freed_slots, *(each.slot for each in scheduler_output.new_requests)):

@@ -29,8 +29,8 @@ from quire.kernels.probes.encoder_probe import EncoderProbe
 _MAX_SIDE_PIXELS = 5000
 """Decoding allows no larger square."""
 _NUMBERS_PER_PATCH = 20
-"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values, also in KV blocks,
-where flash-attn needs room for four windows.
+"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values. Keys and values
+are also in KV blocks, with room for four windows, which flash-attn needs.
 """
 
 
@@ -51,7 +51,7 @@ def load_tower(
     *,
     stage: int = 0,
 ) -> LoadedTower:
-    """Later pipeline stages get image positions only. Raises ModelError for missing or misshapen weights."""
+    """Later pipeline stages get only image positions. Raises ModelError for missing or misshapen weights."""
     vision = None if model_config.transformers_config is not None else read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -126,7 +126,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Test the backend; only for devices other than CPUs."""
+    """Only for devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)

@@ -1,5 +1,5 @@
-"""Process that compiles kernel variants, given as a line of JSON on stdin. On failure it exits with status 1 and the
-first error as stderr's last line.
+"""Process that compiles the kernel variants in a line of JSON from stdin. On failure it exits with status 1, and
+stderr's last line is the first error.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Longest wait for another process's kernels; after it, this process compiles them too."""
+"""Longest wait for another process's kernels; then this process compiles them too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 """flash-attn 4 and its libraries raise if they cannot write there; unset, they use the temporary folder."""
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
-    """If Triton's cache cannot be written, use the user's own in the temporary folder and return a note. Call it before
+    """If Triton's cache is not writable, use the user's own in the temporary folder and return a note. Call before
     Triton compiles. Raises ConfigError.
     """
     for name in _OTHER_CACHE_VARIABLES:
@@ -51,9 +51,9 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Held while this process runs steps that compile kernels, so that replicas that start together compile each kernel
-    once: the next process finds it in the cache. `progress` is called during the wait. On file systems without locks
-    nobody waits. The system frees the lock of a process that ends.
+    """Hold the lock in steps that compile kernels. Replicas that start together then compile each kernel once: the next
+    process finds it in the cache. `progress` is called during the wait. On file systems without locks nobody waits. The
+    system frees the lock of a process that ends.
     """
     lock: int | None = None
     with suppress(OSError):
@@ -70,7 +70,7 @@ def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -
 
 
 def _is_locked_by_another(lock: int) -> bool:
-    """Otherwise this process has the lock, if the file system has locks."""
+    """If False, this process has the lock, if the file system has locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,11 +85,11 @@ def _cache_folder() -> Path:
 
 
 def _copy_shipped_kernels(folder: Path) -> None:
-    """Triton cannot look in two places."""
+    """Triton reads only one folder."""
 
     def copy_new(source: str, target: str) -> None:
         if not os.path.exists(target):
-            part = f"{target}.{os.getpid()}"  # another process that starts now must not read half a file
+            part = f"{target}.{os.getpid()}"  # another starting process must not read half a file
             shutil.copyfile(source, part)
             os.replace(part, target)
 

@@ -13,7 +13,7 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
-"""Tiles depend on rows: up to 16, 32, 64 or more in products; up to 16, 64 or more times heads per group in attention;
+"""Tiles depend on rows: in products up to 16, 32, 64 or more; in attention up to 16, 64 or more, times heads per group;
 experts have a share of the rows.
 """
 _LONG_CONTEXT = 4096
@@ -81,7 +81,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """Returns the inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
+    """The inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters in a background thread. Packed ones are cached on the host, least recently used evicted first."""
+"""Loads LoRA adapters in a background thread. The host caches packed ones, and evicts the least recently used first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelAdapterLoader:
         self._max_rank = max_rank
         self._max_cached = max_cached
         self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """Packed adapters by digest, the least recently used first."""
+        """Least recently used first."""
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
         """(slot, adapter, result or error message)."""
@@ -118,7 +118,7 @@ def make_adapter_loader(
 def read_lora_weights(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
 ) -> dict[str, LoRALayerWeights]:
-    """float32 by module, with the scale in `up`. Raises AdapterError."""
+    """float32 by module; `up` includes the scale. Raises AdapterError."""
     parts = read_adapter_specs(folder, modules, max_rank, embedding=embedding)
     low_ranks = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:

@@ -26,7 +26,7 @@ from quire.kernels.backend import Backend
 
 _MAX_LOGIT_ROWS = 256
 Logprobs = Tensor
-"""float32: [n - 1] of each token given those before it, or [n - 1, vocab]."""
+"""float32: [n - 1], each token's given those before it, or [n - 1, vocab]."""
 
 
 def load_standalone_model_and_backend(

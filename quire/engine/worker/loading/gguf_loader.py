@@ -1,4 +1,4 @@
-"""Reads GGUF tensors in the form of the family's checkpoints. Quantized ones stay quantized."""
+"""Reads GGUF tensors in the form of the family's checkpoints. Quantized tensors stay quantized."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
 
 
 def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str, GGMLType]:
-    """Returns the type of each linear's tensor by checkpoint name."""
+    """Types of linears' tensors by checkpoint name."""
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
@@ -149,7 +149,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Return the bytes up to the end of file. One call reads at most 2 GiB."""
+    """Return the number of bytes read, smaller than `content` at the end of the file. One call reads at most 2 GiB."""
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

@@ -47,7 +47,7 @@ def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_
 
 
 def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorStream:
-    """The first half of the outputs is gate, the second up."""
+    """Outputs: first half gate, second half up."""
     for expert, rows in enumerate(tensor):
         parts = [("down", rows)] if down else zip(("gate", "up"), rows.chunk(2), strict=True)
         for linear, part in parts:
@@ -71,7 +71,7 @@ def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, T
 
 
 def map_checkpoint_tensors(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
-    """The transformers backend maps its own."""
+    """The transformers backend does its own mapping."""
     if find_encoder_family(model_config.model_type) is not None or model_config.transformers_config is not None:
         return stream
     stacked = find_weight_names(model_config.model_type).stacked_experts

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Prompt lengths in tokens."""
+"""Prompt tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""Largest difference that rounding explains, in standard deviations of the logits."""
+"""Largest difference due to rounding, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
@@ -34,7 +34,7 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
-    """`default`: used unless transformers' class computes the model."""
+    """`default`: for models that Quire's own file computes."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 
@@ -85,8 +85,8 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Compare logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different: the
-    class ignores positions.
+    """Compare logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different, which
+    means that the class ignores positions.
     """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])

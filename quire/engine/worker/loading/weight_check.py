@@ -42,17 +42,17 @@ class ExpectedWeights:
     parameter_table: ParameterTable
     extra_folders: tuple[str, ...] = ()
     optional_prefixes: tuple[str, ...] = ()
-    """Tensors with these name prefixes are allowed, but not required."""
+    """Tensors with these prefixes are allowed but not required."""
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
-        """`stage_tables`: shapes and dtypes by name, one table per other pipeline stage."""
+        """`stage_tables`: shapes and dtypes by name, per other pipeline stage."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """Returns a copy that does not refer to the model: its loaders discard tensors."""
+        """Return a copy without references to the model; its loaders discard tensors."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()
@@ -61,7 +61,7 @@ class ExpectedWeights:
 
 
 def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raise ModelError unless the weights at `path` fit the served model."""
+    """Raise ModelError unless the weights at `path` fit `served`."""
     check_same_model(served, path, served_path)
     if path.is_file():
         new_shapes, served_shapes = (
@@ -99,7 +99,7 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
 
 
 def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
-    """`quantized`: compare quantization_config too. GGUF files have types per tensor."""
+    """`quantized`: compare quantization_config too. GGUF files have types per tensor instead."""
     if new_config.model_type != served.model_type:
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"

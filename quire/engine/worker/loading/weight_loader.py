@@ -1,4 +1,4 @@
-"""Streams tensors into a parameter table. Reads nothing twice, and holds one tensor beyond the model."""
+"""Streams tensors into a parameter table. Reads nothing twice; holds one tensor beyond the model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]
 NamedTensors = Iterable[tuple[str, Tensor]]
-"""Pairs of checkpoint name and tensor."""
 _HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 _REMAP_BYTES = 32 << 20
 _MAX_NAME_CHARACTERS = 100
 _MAX_NAMES = 8
-"""Most names listed in an error; the rest are counted."""
+"""Names listed in an error; the rest are counted."""
 
 
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Return bytes. Raises ModelError for missing, unexpected or misshapen tensors, and with `require_finite` for
-    infinity or NaN.
+    """Return bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN if
+    `require_finite`.
     """
     missing = dict(table)
     left_over = []
@@ -88,7 +87,7 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By minimum and maximum, in a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
+    """By minimum and maximum: a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
     return (
         not _is_castable_float(tensor.dtype)
         or not tensor.numel()
@@ -102,7 +101,7 @@ def _is_castable_float(dtype: torch.dtype) -> bool:
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
-    """Skips tensors for which `name_of` returns None: by default the tensors of images and heads."""
+    """Skips tensors for which `name_of` returns None; by default, those of images and heads."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
@@ -119,7 +118,7 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
 
 
 def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
-    """Raise ModelError for missing ones."""
+    """Raise ModelError for missing shards."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
     return shards
@@ -128,7 +127,7 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """Add or remove a prefix: models may be saved alone or within another. `unused`: prefixes to skip."""
+    """Add or remove a prefix: models may be saved alone or within others. `unused`: prefixes to skip."""
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -147,8 +146,8 @@ def prefix_names(folder: str, stream: TensorStream) -> TensorStream:
 
 
 def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
-    """Raises ModelError. Remaps a safetensors file every _REMAP_BYTES, because mapped pages that were read count as
-    used memory.
+    """Remaps a safetensors file every _REMAP_BYTES: mapped pages that were read count as used memory. Raises
+    ModelError.
     """
     if is_pickled(shard):
         tensors = read_pickled_tensors(shard)

@@ -28,12 +28,12 @@ _HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
 @dataclass(frozen=True, slots=True)
 class _OutputSlice:
     index: Tensor
-    """Outputs in the linear's order."""
+    """Outputs, in the linear's order."""
     num_outputs: int
     """The stored module's."""
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
-        """An element may stand for several outputs. Raises ModelError if it would be split."""
+        """An element may stand for several outputs. Raises ModelError if that would split it."""
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
         unit = self.num_outputs // tensor.shape[axis]
@@ -78,7 +78,7 @@ class WeightMapper:
         return self._weight_names.module_in_checkpoint(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The first axis of `tensor` is a stored module's outputs."""
+        """`tensor`: its first axis is a stored module's outputs."""
         for own, piece in zip(self.map_module_name(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
@@ -170,7 +170,7 @@ def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | N
 
 
 def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
-    """Looks up names of WeightMapper.checkpoint_module_name."""
+    """Maps names of WeightMapper.checkpoint_module_name to stored ones."""
     file_names, root = dict[str, str](), "model."
     for module in (name.rpartition(".")[0] for name in headers):
         if (text := text_tensor_name(module)) is None:

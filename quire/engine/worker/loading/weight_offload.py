@@ -36,7 +36,7 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
-"""Their files are in memory, not on a disk."""
+"""Their files are in memory."""
 _MOUNT_INFO = Path("/proc/self/mountinfo")
 
 
@@ -56,7 +56,6 @@ def make_offloader_and_scheme(
 
 
 def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
-    """Offloads the experts if the model has any, otherwise layers."""
     processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
     offload: WeightOffloader | None
     try:
@@ -91,7 +90,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Load inside; on exit weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
+    """Load inside; on exit, weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):

@@ -1,6 +1,6 @@
-"""`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: the process of a follower rank.
+"""`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: a follower rank's process.
 
-Executes commands from stdin until its end: the first rank holds the other end. With `--joined` the first rank is on
+Executes commands from stdin until its end: the first rank holds the other end. With `--joined`, the first rank is on
 another machine: stdin has this machine's settings (engine/worker_node.py), and commands come through the first rank's
 store.
 """
@@ -34,9 +34,9 @@ from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
-"""How long the first rank has to end this process."""
+"""Time for the first rank to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""Between commands. The first rank's end is noticed otherwise."""
+"""A command may come at any time; the first rank's end is noticed otherwise."""
 
 ReadMessage = Callable[[], bytes | None]
 """None once the first rank has ended."""
@@ -55,14 +55,15 @@ def run_follower(
         rank: FollowerRank = kind(config, start, lambda: send_answer(Alive(0)), assignment)
     except QuireError as error:
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # The first rank reads this after loading its part. If this process ended before, that one would too.
+        # The first rank reads this only after loading its part. If this process ended earlier, the first rank would end
+        # too.
         while read_message() is not None:
             pass
         return 0
     except ConnectionError:  # the first rank is gone
         return 0
     send_answer(make_result(START, rank.loaded_part))
-    # The engine must not wait for a stage that waits for it: it sends to all and receives from one.
+    # The engine sends to all stages and receives from one. It must not wait for a stage that waits for the engine.
     read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
         while (content := read_message()) is not None:
@@ -71,14 +72,14 @@ def run_follower(
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # Usually the first rank fails alike, with a better error.
+        # Usually the first rank fails too, with a better error.
         end = threading.Thread(target=read_message, daemon=True)
         end.start()
         end.join(_GRACE_SECONDS)
         return 1
     except (RankEnded, ConnectionError):
         rank.close_group()
-        while read_message() is not None:  # the first rank ends this one
+        while read_message() is not None:  # until the first rank ends this process
             pass
     return 0
 

@@ -66,7 +66,7 @@ class FollowerRank(RankMethods):
     def __init__(
         self, config: EngineConfig, start: RankStart, progress: Callable[[], None], assignment: RankAssignment | None
     ) -> None:
-        """`progress`: after each layer of a pipeline stage. `assignment`: None on the first machine."""
+        """`progress`: called after each layer of a pipeline stage. `assignment`: None on the first machine."""
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
@@ -163,7 +163,7 @@ class FollowerRank(RankMethods):
 
 
 class TensorParallelRank(FollowerRank):
-    """Has the whole tower: all ranks compute the same image features."""
+    """Has the whole image tower: all ranks compute the same features."""
 
     setting = "tensor_parallel_size"
     _draft_head: LoadedDraftHead | None = None

@@ -56,7 +56,7 @@ class Stages(MultiProcessRanks):
 
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
         super().allocate_on_followers(num_blocks, max_model_len, sequences, snapshots)
-        for read in self._answer_readers:  # from now on they only report progress
+        for read in self._answer_readers:  # from now on stages only report progress
             reporter_arguments = (partial(read, None), self._progress)
             threading.Thread(target=_report_progress, args=reporter_arguments, name="progress", daemon=True).start()
 
@@ -76,7 +76,7 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
 
 
 class LastStageRunner(ModelRunner):
-    """Computes a step when its result is requested; later ones are in flight in earlier stages."""
+    """Computes a step when its result is requested, while earlier stages compute later ones."""
 
     def __init__(self, stages: Stages, *parts: Any) -> None:
         super().__init__(*parts)
@@ -124,7 +124,7 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """Runs any stage but the last, and sends its output to the next stage."""
+    """For any stage but the last. Sends its output to the next."""
 
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)

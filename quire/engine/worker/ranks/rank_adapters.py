@@ -1,4 +1,4 @@
-"""Each rank reads its part of an adapter; slots change in step with the first rank."""
+"""Each rank reads its part of an adapter. Slots change in step with the first rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _WAIT_SECONDS = 1.0
 
 
 class FollowerAdapterLoader:
-    """For every rank but the first, which has LeaderAdapterLoader (rank_processes.py)."""
+    """For followers; the first rank has LeaderAdapterLoader (rank_processes.py)."""
 
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}
-        """Results by slot: True if the load failed."""
+        """By slot: True if the load failed."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._loader.load_adapter(slot, adapter)

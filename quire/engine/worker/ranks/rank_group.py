@@ -20,13 +20,13 @@ class RankGroup(ABC):
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process' part, and wait for all. Its `read_bytes` include all tensor-parallel ranks; the second
-        result is the bytes of other pipeline stages.
+        """Load this process's part, and wait for all. Its `read_bytes` include all tensor-parallel ranks. The int:
+        bytes of other pipeline stages.
         """
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """`measure`: this process'."""
+        """`measure`: for this process."""
 
     @abstractmethod
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
@@ -51,11 +51,11 @@ class RankGroup(ABC):
 
     @abstractmethod
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
-        """Extend this process' loader to all."""
+        """Extend this process's loader to all."""
 
     @abstractmethod
     def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
-        """None if the processes take no calls."""
+        """None if processes take no calls."""
 
     @abstractmethod
     def stop_ranks(self) -> None:

@@ -1,6 +1,4 @@
-"""Frames between the first rank and followers. Steps have their own message; all else are utility calls
-(engine/processes/utility_calls.py).
-"""
+"""Frames between the first rank and followers. All but steps are utility calls (engine/processes/utility_calls.py)."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ class RankStart(msgspec.Struct, frozen=True):
     descriptors: list[int]
     """Shared memory."""
     cores: list[int]
-    """Cores to pin the process to; if empty, it may use all."""
+    """Cores to pin the process to; empty: no pinning."""
     store: tuple[str, int] | None = None
     """TCPStore address; None with shared memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """Bytes of weights as read, or for pipeline stages as held in memory."""
+    """Bytes as read or, for pipeline stages, as held in memory."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
@@ -38,7 +36,7 @@ class LoadedPart(msgspec.Struct, frozen=True):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One entry per row of a step; `positions` are the positions of the sampled tokens."""
+    """One entry per row of a step. `positions`: the sampled tokens'."""
 
     slots: list[int]
     positions: list[int]
@@ -66,7 +64,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def measure_memory(self) -> int:
-        """Contact all ranks, and on a GPU run the largest step. Returns bytes on this rank's device or machine."""
+        """Contact all ranks; on a GPU, run the largest step. Return bytes on this rank's device or machine."""
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
@@ -103,7 +101,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until it is usable or has failed."""
+        """Wait until the adapter is usable or has failed."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> bytes:

@@ -41,10 +41,10 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
 STOP_SECONDS = 5.0
-"""How long a process may take to end once its pipe is closed."""
+"""Time for a process to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""With 1, NCCL takes memory for calls in graphs that was not reserved: gigabytes with some drivers
+"""With 1, NCCL takes unreserved memory for calls in graphs: gigabytes with some drivers
 (https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS), so Quire sets 0 only when
 it captures graphs.
 """
@@ -55,7 +55,7 @@ R = TypeVar("R")
 
 
 class RankProcess(RunningProcess, Protocol):
-    """Interface that Child and a rank on another machine share."""
+    """A Child, or a rank on another machine."""
 
     pid: int
 
@@ -91,11 +91,11 @@ class MultiProcessRanks(RankGroup):
     process_noun: str
     can_share_memory = True
     stop_seconds = STOP_SECONDS
-    """How long to wait for a process to end after its pipe broke."""
+    """Time for a process to end after its pipe broke."""
 
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
-        """`config`: with local paths. A thread calls `on_end` with the return code (as in subprocess) of a process that
-        ends unexpectedly; then every call raises EngineError.
+        """`config`: with local paths. If a process ends unexpectedly, a thread calls `on_end` with the return code (as
+        in subprocess), and every later call raises EngineError.
         """
         self._config = config
         self._device = chosen.device
@@ -106,7 +106,7 @@ class MultiProcessRanks(RankGroup):
         """Which process ended, and how; "": none."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
-        """Return None once a process has ended."""
+        """They return None once a process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
         """Digests."""
@@ -142,8 +142,8 @@ class MultiProcessRanks(RankGroup):
         on_cpu = self._device.type == "cpu"
         num_local = self._config.local_world_size
         config_json = self._config.model_dump_json()
-        # Aborting NCCL waits for the GPU and for graphs with its calls. The thread starts here: a finalizer at program
-        # exit can start none.
+        # Aborting NCCL waits for the GPU and for graphs with its calls. The thread starts here, because a finalizer at
+        # program exit cannot start one.
         closing = threading.Thread(
             target=_abort_collectives_on_event, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
@@ -190,7 +190,7 @@ class MultiProcessRanks(RankGroup):
         if remote:
             names = () if adapter.digest in self._sent_adapters else (CONFIG_FILE, WEIGHTS_FILE)
             files = {}
-            with suppress(OSError):  # nobody can load it; this rank says why
+            with suppress(OSError):  # no rank can load it; this one reports why
                 files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
                 self._sent_adapters.add(adapter.digest)
             self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, files), remote)
@@ -203,7 +203,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raise EngineError with the reason if a rank ends, also if a GPU stops waiting for it."""
+        """Raise EngineError with the reason if a rank ends, or a GPU stops waiting for one."""
         self._raise_failure()
         try:
             yield
@@ -229,10 +229,10 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """Call the method on all followers, and return a function that reads the results.
+        """Call the method on all followers. Return a function that reads the results.
 
-        The function waits up to the given number of seconds (None: forever). It raises the followers' errors, or
-        EngineError if a result is missing. Call it before the next call.
+        Call that function before the next call. It waits up to the given seconds (None: forever), and raises the
+        followers' errors, or EngineError if a result is missing.
         """
         self.send_to_followers(make_call(method, next(self._call_ids), *args, **kwargs))
 
@@ -264,7 +264,7 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """For all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
+        """Bytes for all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
         connections fail.
         """
         others = self.call_followers(RankMethods.measure_memory)
@@ -278,7 +278,6 @@ class MultiProcessRanks(RankGroup):
         self.call_followers(RankMethods.allocate_cache, num_blocks, max_model_len, sequences, snapshots)(None)
 
     def stop_ranks(self) -> None:
-        """Ends the processes and waits for them."""
         self._end_processes()
 
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
@@ -327,7 +326,7 @@ class MultiProcessRanks(RankGroup):
             process.send(encode_frame(start))
 
     def on_rank_lost(self, rank: int, process: RankProcess, code: int) -> None:
-        """Called from a thread."""
+        """Runs in a thread."""
         how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, RemoteRank) and process.is_lost:
             how = "is out of reach"
@@ -368,10 +367,10 @@ def _watch_and_kill_stopped_ranks(
 
 
 def _end_ranks(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
-    """`cores` are the cores that this thread could use before it may have been bound to fewer."""
+    """`cores`: the thread's cores before it was pinned; empty: it was not."""
     closing.set()
     stay_on(cores)
-    end_processes(processes, STOP_SECONDS)  # together: those that wait in NCCL for each other never end
+    end_processes(processes, STOP_SECONDS)  # together: ranks that wait in NCCL for each other never end
 
 
 def _trigger_group_close(group_ended: threading.Event, closing_thread: threading.Thread | None) -> None:

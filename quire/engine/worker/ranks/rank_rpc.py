@@ -1,4 +1,4 @@
-"""Users' functions, or methods by name, called on every rank between steps."""
+"""Calls users' functions, or methods by name, on every rank between steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank as such functions see it. METHODS (engine/common/executor.py) lists what is called by name."""
+    """A rank, for users' functions. METHODS (engine/common/executor.py) lists the methods that are called by name."""
 
     rank: int
     world_size: int

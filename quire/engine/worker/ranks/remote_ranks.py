@@ -1,5 +1,5 @@
-"""Ranks on other machines, and a stand-in for each. All goes through the first rank's TCPStore: a queue of join
-requests, and two per rank for commands and answers.
+"""Ranks on other machines, and a stand-in for each. All messages go through the first rank's TCPStore: a queue of join
+requests, and two queues per rank, for commands and answers.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""A silent machine is lost then. With a restart this takes less than 10 s."""
+"""A machine that is silent for this long is lost. With a restart, this takes less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
     version: str
-    """Quire's version."""
     model: str
     """A digest of its config."""
     kernels: str
     """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
     ranks: int
-    """Number of ranks on all machines together."""
+    """Ranks on all machines together."""
     node: int
     place: int
     """Index on its machine."""
@@ -73,7 +72,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     """Settings that this machine knows better than machine 0."""
     cores: list[int]
-    """Cores to pin the process to; if empty, it may use all."""
+    """Cores to pin the process to; empty: no pinning."""
     niceness: int
     address: str
     adapter_folder: str
@@ -105,7 +104,7 @@ class RemoteRank:
     def __init__(
         self, store_address: tuple[str, int], rank: int, join_request: JoinRequest, silence: timedelta = SILENCE_TIMEOUT
     ) -> None:
-        """`silence`: then the machine is lost."""
+        """`silence`: after it, the machine is lost."""
         self.pid, self.host = join_request.pid, join_request.host
         self.is_lost = True
         """No exit was reported."""
@@ -125,15 +124,15 @@ class RemoteRank:
         return self._return_code if self.has_ended else None
 
     def wait(self) -> int:
-        """Wait until the rank has ended or its machine is silent. Returns the rank's return code, or SIGKILL's if none
-        was reported.
-        """
+        """Wait until the rank ends or its machine is silent. Return its code, or SIGKILL's if none was reported."""
         self._has_ended.wait()
         return self._return_code
 
     def kill(self) -> None:
-        """Report the rank as killed and tell it to end. If it does not, its machine ends it once the store is gone."""
-        with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
+        """Report the rank as killed and order it to end. If the rank does not end, its worker node kills it once the
+        store is gone.
+        """
+        with suppress(RuntimeError):  # first: once ordered to end, the rank may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
 
@@ -151,7 +150,7 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """None once it has ended."""
+        """None once the rank has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit

@@ -1,4 +1,4 @@
-"""How ranks communicate: shared memory if the backend has kernels for it, NCCL between GPUs, otherwise our own
+"""How ranks communicate: by shared memory if the backend has kernels for it, by NCCL between GPUs, otherwise by a
 torch.distributed group. Nothing else depends on the device.
 """
 
@@ -57,15 +57,14 @@ def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, addre
 
 
 def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
-    """True if sums need a fixed order."""
     return config.deterministic or device.type == "cpu"
 
 
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """All-reduce a few megabytes. Raises ConfigError if this fails, takes longer than `seconds`, or gives a wrong sum,
-    which happens with GPUs behind some IOMMUs.
+    """All-reduce a few megabytes. Raises ConfigError if this fails, takes over `seconds`, or gives a wrong sum, as GPUs
+    behind some IOMMUs do.
     """
     try:
         wrong = _find_all_reduce_error(group, device, seconds)
@@ -98,7 +97,7 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
 
 
 def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
-    """Of a rank's process; None: this process's."""
+    """Environment of a rank's process; None: this process's."""
     if device.type != "cuda":
         return None
     is_hip = torch.version.hip is not None

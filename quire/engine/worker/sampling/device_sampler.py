@@ -1,5 +1,5 @@
-"""GPU sampler, equivalent to sampler.py. The host never waits. Parameters take one upload, each kind of logits change
-one more; kernels do the rest.
+"""GPU sampler, equivalent to sampler.py; the host never waits. Parameters take one upload, and one more per kind of
+logits change. Kernels do the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def choose_sampler(
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """Samples for devices without float64, which sampling needs."""
+    """For devices without float64, which sampling needs."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged
@@ -55,7 +55,7 @@ def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask
 def _sample_on_first_rank(
     sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
-    """It alone has grammars, seeds and penalties, and tokens must not differ."""
+    """The first rank alone has grammars, seeds and penalties, and all ranks need the same tokens."""
     if group.rank == 0:
         return group.broadcast(sampler(logits, rows, mask))
     return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))

@@ -1,8 +1,8 @@
 """Host sampler, and reference for device_sampler.py: a pure function of logits, parameters, tokens, and one uniform
 number per token.
 
-The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), sampling is by inverse CDF in vocabulary
-order, and rows are never mixed. So a token does not depend on the batch, and survives preemptions and crashes.
+The number comes from (seed, position) by SplitMix64 (Steele et al., 2014). Sampling is by inverse CDF in vocabulary
+order and never mixes rows, so a token does not depend on the batch, and survives preemptions and crashes.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class HostLogitsProcessor:
                 logits[index, ids] -= presence + frequency * counts
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        # NumPy unpacks bits 20 times as fast on one core as PyTorch's shifts, without threads that wait for each other:
-        # milliseconds per token if other programs use the cores.
+        # On one core, NumPy unpacks bits 20 times as fast as PyTorch's shifts, and has no threads that wait for each
+        # other: milliseconds per token if other programs use the cores.
         bits = np.unpackbits(mask.bitmask_words.view(np.uint8), axis=1, bitorder="little")
         for row, allowed in zip(mask.rows, bits[:, : logits.shape[1]].view(bool), strict=True):
             values = logits[row].cpu().numpy()
@@ -116,7 +116,7 @@ def uniform_draws(rows: list[SamplingRow]) -> Tensor:
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """Also applied to seeds, so that neighboring seeds share no part of their streams."""
+    """Also applied to seeds: neighboring seeds must share no part of their streams."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

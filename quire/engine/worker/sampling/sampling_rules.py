@@ -29,7 +29,7 @@ class RequestSamplingRules:
     biases: dict[int, float]
     """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
-    """Biases that also include -inf for tokens that end the answer."""
+    """Biases, and -inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
     """Two or more tokens; the last may not follow the others."""
     penalties: tuple[float, float, float] | None
@@ -116,7 +116,6 @@ class SamplingRow(NamedTuple):
 
 
 NO_TOKEN_LEFT = -2
-"""Constraints left no token."""
 IndexedRow = tuple[int, SamplingRow]
 """Index in the logits, and row."""
 
@@ -134,15 +133,15 @@ class LogitsProcessor(Protocol):
         """All rows have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        """The grammar wins if a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that it
-        allows: the row then uses its `unmodified` logits [R, vocab] (None if nothing is banned).
+        """If a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that the grammar allows, the
+        grammar wins: the row then uses its `unmodified` logits [R, vocab] (None if nothing is banned).
         """
 
 
 def process_logits_and_find_exhausted(
     logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None, processor: LogitsProcessor
 ) -> Tensor | None:
-    """Logits [R, vocab] float32 change in place. Returns flags [R] of rows without tokens; None: all have some."""
+    """Logits [R, vocab] float32 change in place. Return flags [R] of rows without tokens; None: all have some."""
     constrained_rows = [(index, row) for index, row in enumerate(rows) if not row.rules.keeps_logits_unchanged]
     unmodified = logits.clone() if constrained_rows and mask is not None else None
     _apply_rules(logits, constrained_rows, processor)
@@ -188,7 +187,7 @@ def _bad_words_within_output_length(row: SamplingRow) -> list[tuple[int, ...]]:
 
 
 def _force_end_of_thinking(logits: Tensor, row: SamplingRow, budget: ThinkingBudget) -> None:
-    """Once the budget is used up, only the end token is allowed."""
+    """Once the budget is used up, allow only the end token."""
     answer = row.token_ids[row.num_prompt_tokens :]
     if len(answer) - (budget.begin_id is not None) < budget.tokens:
         return

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""Later replacements of a failed lexer are exclusive. Each compiles the grammar."""
+"""Later replacements of a failed lexer are exclusive, and each compiles the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """Tokens of the answer that the grammar has followed; a change of lexer starts over."""
+    """Answer tokens that the grammar has followed; a change of lexer starts over."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
@@ -74,7 +74,7 @@ class SlotGrammars:
         self._failures: dict[int, RequestFailure] = {}
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """Loads in a thread, because loading takes a second for 150,000 tokens and would stall streams."""
+        """In a thread: loading takes a second for 150,000 tokens and would stall streams."""
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
@@ -155,7 +155,7 @@ class SlotGrammars:
     def _advance_matcher(self, slot: int, token_ids: list[int]) -> None:
         """Ignores tokens after the answer's end, like the scheduler: accepted drafts may continue."""
         state = self._states.get(slot)
-        # One by one: consume_tokens refuses an end-of-sequence token that consume_token accepts.
+        # One by one: consume_tokens refuses the end-of-sequence token, which consume_token accepts.
         for token in token_ids:
             if state is None or state.matcher.is_stopped():
                 return

@@ -124,7 +124,6 @@ class DecoderStartup:
         )
 
     def _make_local_adapter_loader(self, weights: WorkerWeights) -> AdapterLoader | None:
-        """Returns this rank's loader, or None if no adapters are served."""
         adapter_slots = weights.loaded_model.adapter_slots
         if adapter_slots is None:
             return None

@@ -10,7 +10,7 @@ from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend
 
 _MAX_TOKENS = 2**17
-"""No encoder was trained for more: per-position tables must not grow with what config.json claims."""
+"""No encoder was trained for more. Per-position tables must not grow with config.json's claims."""
 
 
 def determine_batch_invariance(
@@ -57,7 +57,7 @@ def encoder_context_length(
 def choose_encoder_backend(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Backend, str]:
-    """On GPUs, only plain PyTorch supports bidirectional attention so far."""
+    """On GPUs, only plain PyTorch has bidirectional attention so far."""
     wanted = config.attention_backend
     if device.type != "cpu":
         if wanted not in ("auto", "reference"):

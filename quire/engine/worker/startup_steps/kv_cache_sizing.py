@@ -40,7 +40,7 @@ class KVCacheSizer:
         self._groups = groups
         self._block_size = block_size
         self._num_ranks = model.shard.world_size // config.nnodes
-        """Number of ranks on one machine."""
+        """Ranks on one machine."""
 
     def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
         """`measure_available`: bytes on all ranks. Raises ConfigError."""

@@ -26,16 +26,14 @@ class StartedWorker:
     """load_seconds is still 0."""
     pooling: PoolingConfig
     needs_whole_prompts: bool
-    """True if a prompt must be computed in one step."""
     caches_prefixes: bool
     step_costs: list[tuple[int, float]]
     """(tokens, seconds); empty without speculative decoding."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
     """Loads it on the first call."""
     expected_weights: ExpectedWeights
-    """Replacement weights must hold these."""
     steps_ahead: int = 0
-    """Steps in flight while the next is scheduled. A CPU step occupies the host, so running ahead only helps pipelines,
+    """Steps in flight while the next is scheduled. A CPU step occupies the host: running ahead helps only pipelines,
     and delays every token by a step.
     """
     micro_batches: int = 1

@@ -67,7 +67,7 @@ def startup_notes(
         ranks.note,
         unused_gpu_note(config, device),
         device.type == "cuda"
-        and config.data_parallel_size == 1  # replicas see their own only: see client/replica_shares.py
+        and config.data_parallel_size == 1  # replicas see only their own: see client/replica_shares.py
         and idle_gpus_note(
             torch.cuda.device_count(), config.world_size, lambda count: not chosen.spec.tensor_parallel_error(count)
         ),
@@ -85,7 +85,7 @@ def startup_notes(
 
 
 def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
-    """`can_use(n)` returns True if n GPUs can shard the model."""
+    """`can_use(n)`: True if n GPUs can shard the model."""
     if visible <= used:
         return None
     most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)

@@ -26,7 +26,7 @@ class WorkerWeights:
     tower: LoadedTower
     drafter: LoadedDrafter | None
     weight_bytes: int
-    """Bytes of weights that all stages hold in memory."""
+    """Bytes in memory, in all stages."""
     is_batch_invariant: bool
     transformers_notes: list[str]
 

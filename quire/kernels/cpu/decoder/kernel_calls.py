@@ -55,7 +55,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
-        """View x as [T, *shape]."""
+        """As [T, *shape]."""
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
@@ -77,8 +77,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """The last argument is the number of threads. Raises IndexError with error_message, or RankEnded, if the kernel
-        reports failure.
+        """The last argument is the number of threads. If the kernel reports failure, raises IndexError with
+        error_message, or RankEnded.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -281,7 +281,7 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Calls kernels at once. Makes no tensors but those it returns."""
+    """Calls kernels at once. Makes only tensors that it returns."""
 
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library

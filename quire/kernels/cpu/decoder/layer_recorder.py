@@ -1,4 +1,4 @@
-"""Several layers in one call, like a CUDA graph: recorded.cpp runs recorded kernel calls."""
+"""Records kernel calls of several layers, which recorded.cpp runs in one call, like a CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
 """As in recorded.cpp."""
 _ALIGNMENT = 64
-"""Bytes, of a token's part of a buffer."""
+"""Bytes of a token's part of a buffer."""
 
 
 class _UnsupportedOperation(Exception):
@@ -72,11 +72,11 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Index of the first KV cache group's block table; its slot mapping follows, then other groups'."""
+"""Index of the first KV cache group's block table. Its slot mapping follows, then other groups'."""
 
 
 class _LayerRecorder(KernelCalls, Operations):
-    """Uses placeholders for tensors. Raises _UnsupportedOperation."""
+    """Computes with placeholders for tensors. Raises _UnsupportedOperation."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library = library
@@ -86,7 +86,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
         self._layer_ends = [0]  # index of each layer's first call, and of the end
-        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: this layer, maximum
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: of this layer, maximum
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS
@@ -96,7 +96,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._metadata = first.with_block_tables(paged[::2], paged[1::2])
 
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
-        """A layer must return its result where it found its input, so that any range of layers can run."""
+        """A layer must return its result where its input was, so that any range of layers can run."""
         self._used_bytes = 0
         stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
         layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
@@ -197,7 +197,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype: None: the model's."""
+        """dtype None: the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)

@@ -1,7 +1,7 @@
 """Experts in a mapped file.
 
-The OS reads the weights that are multiplied, and drops them when memory is short. The most used experts are copied to
-pinned slots, which the OS does not drop. Results have the same bits as with weights in memory.
+The OS reads weights when they are multiplied, and drops them when memory is short. The most used experts are copied to
+pinned slots, which it does not drop. Bits are the same as with weights in memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes per mapping, and maximum of unwritten bytes during loading."""
+"""Per mapping; also the maximum of unwritten bytes during loading."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Limit of a rebalance."""
+"""Per rebalance."""
 _REPLACEMENT_FACTOR = 1.25
 """An expert replaces a pinned one if used this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
@@ -42,7 +42,7 @@ class RelocatableWeights(NamedTuple):
 
 
 class ReopenedFile:
-    """A second descriptor, for direct I/O if the file system allows. The file need not have a name."""
+    """A second descriptor, for direct I/O if the file system allows it. The file may be unnamed."""
 
     def __init__(self, descriptor: int) -> None:
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
@@ -65,17 +65,17 @@ class _FileExtent(NamedTuple):
 
 
 class MappedWeightArena(native_library.WeightArena):
-    """Weights in an unnamed file, which ends with the process."""
+    """An unnamed file, which ends with the process."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError if no file can be created."""
+        """Raises OSError if it can create no file."""
         super().__init__()
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
         self._chunks: list[tuple[mmap.mmap, int]] = []  # with their offsets in the file
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """Layer by layer, with each expert's weights."""
+        """By layer, with each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
         """[size] uint8 on its own pages. Raises OSError if the disk is full."""
@@ -89,8 +89,8 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Adds a page for the kernels' read-ahead. Disk space is reserved: a hole that a full disk cannot fill would
-        kill the process.
+        """Adds a page for kernels to read ahead. Reserves disk space: a hole that a full disk cannot fill would kill
+        the process.
         """
         self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
@@ -107,7 +107,6 @@ class MappedWeightArena(native_library.WeightArena):
             os.posix_fadvise(self._file.fileno(), offset, len(chunk), os.POSIX_FADV_DONTNEED)
 
     def flush_and_drop_pages(self) -> None:
-        """Afterwards all weights are on the disk, and none in memory."""
         self._flush_chunks(self._chunks)
 
     def reopen_for_direct_io(self) -> ReopenedFile:
@@ -122,7 +121,7 @@ class MappedWeightArena(native_library.WeightArena):
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_WILLNEED)
 
     def drop_pages(self, weights: Tensor) -> None:
-        """Drops pages of weights that are no longer read here."""
+        """For weights that are no longer read here."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
@@ -141,7 +140,7 @@ class _ExpertTables:
 
 class MappedDiskExperts(DiskExperts):
     def __init__(self, arena: MappedWeightArena, memory: int) -> None:
-        """memory: bytes for the most used experts. The caller sets a `backend` that packs into the arena."""
+        """memory: bytes for the most used experts. The caller must set a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
         """Steps."""
@@ -162,7 +161,7 @@ class MappedDiskExperts(DiskExperts):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """Pins equally many of each layer, while their use is unknown."""
+        """Pins equally many per layer, while use is unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:
@@ -191,11 +190,11 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """Lets measurements run as if the OS had no memory for these pages."""
+        """For measurements as if the OS had no memory for these pages."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Whether the next layer's experts are prefetched before they are chosen. For measurements."""
+        """For measurements: whether to prefetch the next layer's experts before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -206,7 +205,7 @@ class MappedDiskExperts(DiskExperts):
             self._rebalance_pinned()
 
     def _rebalance_pinned(self) -> None:
-        """Halves earlier uses each time."""
+        """Halves earlier use counts."""
         self._scores = self._scores / 2 + self._tables.uses
         self._tables.uses.zero_()
         wanted = self._layer_major_order[
@@ -279,7 +278,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Bytes read by this process, page faults and prefetches included; 0 if the OS does not report them."""
+    """By this process, including page faults and prefetches; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -19,7 +19,7 @@ _MAX_EXPERTS = 1024
 class CpuLinearBackend(ReferenceBackend):
     keeps_weights_quantized = True
     library: native_library.NativeLibrary
-    """Unset if there is a `missing_reason`."""
+    """Unset if `missing_reason` is set."""
 
     def __init__(
         self, library: native_library.NativeLibrary | None, *, deterministic: bool, activation_bits: str
@@ -28,7 +28,7 @@ class CpuLinearBackend(ReferenceBackend):
         self.activation_bits = activation_bits
         loaded_library = native_library.load_library_or_reason() if library is None else library
         self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
-        """Why there are no compiled kernels, or None."""
+        """Why there are no compiled kernels."""
         if not isinstance(loaded_library, str):
             self.library = loaded_library
 
@@ -37,7 +37,8 @@ class CpuLinearBackend(ReferenceBackend):
 
         On one Zen 4 core it is 1.5 to 3 times as fast as oneDNN with packed weights for one row, 1.1 for 32, equal from
         128 up. On AVX-512 without bf16 oneDNN takes 3 times as long for bfloat16; on AVX2 it cannot pack it. In float32
-        on AVX2 oneDNN is faster for more than a few rows, and used except for routers, which a compiled MoE calls.
+        on AVX2 oneDNN is faster for more than a few rows; it is used there except for routers, which a compiled MoE
+        calls.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
         if not (router or self.prefers_native_linear(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
@@ -51,15 +52,15 @@ class CpuLinearBackend(ReferenceBackend):
         )
 
     def prefers_native_linear(self, dtype: torch.dtype) -> bool:
-        """True if our kernel serves unquantized linears, which record_layers requires."""
+        """True if our kernel, which record_layers requires, serves unquantized linears."""
         narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
         return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Integer products, or bfloat16 products for float8. Groups that are not multiples of 16 inputs, weights with
-        different input orders, and mixtures of both kinds are dequantized.
+        """Integer products, or bfloat16 products for float8. Dequantizes groups that are not multiples of 16 inputs,
+        weights with different input orders, and mixtures of both kinds.
         """
         if dtype not in self.library.linear:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)

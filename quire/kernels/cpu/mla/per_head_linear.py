@@ -31,7 +31,7 @@ def make_compiled_per_head_linear(
 
 
 class CompiledPerHeadLinear:
-    """All linears must be compiled, and have the same numbers of inputs and outputs."""
+    """All linears must be compiled, with equal numbers of inputs and of outputs."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int

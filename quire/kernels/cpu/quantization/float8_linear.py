@@ -14,7 +14,9 @@ _PANEL_OUTPUTS = 64
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """None if the kernel cannot fuse them: scales span equally many inputs, a multiple of 4 like all inputs."""
+    """None if the kernel cannot fuse them: it needs equally many inputs per scale, and a multiple of 4 for these and
+    all inputs.
+    """
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None
@@ -23,7 +25,7 @@ def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weig
 
 
 class Float8Linear(CompiledLinearBase):
-    """float8 weights times unrounded x in bfloat16 products; `bias` is added in float32."""
+    """float8 weights times unrounded x as bfloat16 products; `bias` is added in float32."""
 
     def __init__(
         self,

@@ -19,11 +19,11 @@ _CLOSED_OFFSET = 8
 _MIN_BUFFER_BYTES = 1 << 20
 """Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
-"""Takes about 50 microseconds: longer than a rank lags within a step if each rank has its own cores."""
+"""About 50 microseconds, longer than a rank lags within a step if each has its own cores."""
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:
-    """Descriptor that `count` ranks may inherit. row_bytes: longest row to gather."""
+    """See Backend.create_rank_memory."""
     capacity = -(-max(_MIN_BUFFER_BYTES, row_bytes) // 4096) * 4096
     descriptor = os.memfd_create("quire-ranks") if hasattr(os, "memfd_create") else _create_unlinked_file()
     os.ftruncate(descriptor, _HEADER_BYTES + 2 * count * capacity)
@@ -34,7 +34,7 @@ class SharedCollective(Collective):
     def __init__(
         self, library: native_library.NativeLibrary, descriptor: int, rank: int, count: int, parent: int = 0
     ) -> None:
-        """`descriptor` may be closed afterwards. parent: this process ends with it; 0: none."""
+        """See Backend.make_collective."""
         size = os.fstat(descriptor).st_size
         self._mapped = mmap.mmap(descriptor, size)
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
@@ -75,6 +75,6 @@ class SharedCollective(Collective):
 
 
 def _create_unlinked_file() -> int:
-    """Replaces memfd_create on systems that lack it."""
+    """For systems without memfd_create."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -29,19 +29,19 @@ _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert: up to the first tiles are small, above the second large."""
+"""Average rows per expert. Tiles are small up to the first, large above the second."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
-"""Tiles for 16-bit weights, and the shared memory they need."""
+"""For 16-bit weights; bytes of shared memory."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""For large tiles of quantized weights: most inputs per step, and the shared memory they need."""
+"""For large tiles of quantized weights: most inputs per step, and bytes of shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert, found by address instead of copied."""
+    """One linear of every expert, found by address, not copied."""
 
     parts: list[PackedWeight]
-    """One per expert, of one format; 16-bit weights too."""
+    """One per expert, of one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -97,7 +97,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums do not depend on other rows; with fixed tiles its bits do not either."""
+    """A row's sums do not depend on other rows; with fixed tiles neither do its bits."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -108,7 +108,6 @@ class GroupedMoE:
         self._down = down
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """router_input: None: x."""
         experts = self._experts
         router_input = x if router_input is None else router_input
         x = x.contiguous()
@@ -164,7 +163,7 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Row order and starts for chosen [tokens, top_k] int64, without rows of other ranks."""
+    """Row order and starts for chosen [tokens, top_k] int64, without other ranks' rows."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
@@ -172,7 +171,7 @@ def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[T
 
 
 def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Valid only while the tensors live."""
+    """Valid while the tensors live."""
     return [[each.data_ptr() for each in row] for row in tensors]
 
 

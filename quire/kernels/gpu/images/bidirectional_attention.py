@@ -14,7 +14,7 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 
 def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
-    """True if `attend_bidirectional` supports this; the reference supports everything."""
+    """The reference supports everything else."""
     plain = (
         softmax.softcap is None
         and softmax.relative_bias is None
@@ -28,7 +28,7 @@ def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
     """For queries that see all keys. With a window, which reaches back from each query, they must be the sequence's
-    last. The host waits for the device only if metadata.query_key_lens is empty.
+    last. The host waits only if metadata.query_key_lens is empty.
     """
     out = torch.empty_like(q)
     row = 0

@@ -1,6 +1,6 @@
 """flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, 2.8 to 2.8.3. Later sources read the longest
-context on the host in every paged decode, which no CUDA graph can hold, and choose other splits. INSTALL disables build
-isolation because flash-attn's build imports torch.
+context on the host in every paged decode, which CUDA graphs cannot hold, and choose other splits. INSTALL disables
+build isolation because the build imports torch.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one; full prefills use
+        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one. Full prefills use
         contiguous copies of the keys, which is faster.
 
-        If deterministic, with one split, both reduce keys in one order: they run the same kernel over tiles aligned to
-        position 0.
+        If deterministic, both kernels have one split and the same tiles, aligned to position 0, so they reduce keys in
+        one order.
         """
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         options = {
             "softmax_scale": softmax.scale,
             "causal": True,
-            # (left, right), -1: unlimited. Our window includes the query; left does not.
+            # (left, right), -1: unlimited. Unlike left, our window includes the query.
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softmax.softcap or 0.0,
         }

@@ -1,8 +1,8 @@
 """flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, which compiles itself at
 its first call.
 
-Written against flash_attn/cute/interface.py of 4.0.0b36: paged ragged keys need compute capability 9 or 10, splits need
-10, and on 10 heads of 256 cannot have per-sequence key counts.
+Written against flash_attn/cute/interface.py of 4.0.0b36. Paged ragged keys need compute capability 9 or 10, splits need
+10; on 10, heads of 256 cannot have key counts per sequence.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
-"""All versions so far are betas, which pip installs only if named."""
+"""All versions so far are betas, which pip installs only by name."""
 _MAX_BLACKWELL_HEAD_DIM = 128
 _CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""Without it every start compiles anew. ..._CACHE_DIR names the folder; the default is temporary."""
+"""Without it every start compiles anew. ..._CACHE_DIR names the folder, by default a temporary one."""
 
 
 class Flash4Backend(FlashLibraryBackend):
     name = "flash4"
     block_size = 128
-    """Keys per tile on Blackwell, so that pages are read by TMA."""
+    """Keys per tile on Blackwell, so TMA can read pages."""
     package = "flash-attn-4"
     compute_majors = (9, 10)
     batch_variance_reason = "its tiles and splits depend on the batch"
@@ -68,7 +68,7 @@ class Flash4Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right); our window includes the query, left does not.
+            # (left, right). Unlike left, our window includes the query.
             window_size=(None, None) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: fill the GPU

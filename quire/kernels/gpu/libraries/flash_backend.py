@@ -35,9 +35,7 @@ class FlashPagedBackend(PagedAttentionBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self.reference: Backend = ReferenceBackend()
-        """Everything but attention, for tensors that are not on a GPU."""
         self.fused_ops = _make_fused_backend(deterministic=deterministic)
-        """Everything but attention, for tensors on a GPU."""
         self.keeps_weights_quantized = self.fused_ops.keeps_weights_quantized
 
     def unsupported_reason(
@@ -133,12 +131,12 @@ class FlashPagedBackend(PagedAttentionBackend):
 class FlashLibraryBackend(FlashPagedBackend):
     package = ""
     compute_majors: tuple[int, ...] = ()
-    """Supported major compute capabilities; (): flash-attn 2's."""
+    """Supported major compute capabilities; (): as flash-attn 2."""
     batch_variance_reason = ""
-    """Why a row's bits depend on the batch; "": they need not."""
+    """Why a row's bits depend on the batch; "": they do not if deterministic."""
 
     def __init__(self, library: Any, *, deterministic: bool = False) -> None:
-        """library: the module, or why it is unusable."""
+        """library: module, or why it is unusable."""
         super().__init__(deterministic=deterministic)
         self._missing_reason = library if isinstance(library, str) else None
         self._library = library
@@ -162,7 +160,7 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """Returns the module, or the reason why it cannot be used. what: the library, for messages."""
+    """Return the module, or why it is unusable. what: its name in messages."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -179,7 +177,7 @@ def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """majors: major versions of the compute capability that the kernels are built for. None: supported."""
+    """majors: major compute capabilities that kernels are built for."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None
@@ -188,8 +186,8 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """architectures: "sm_90", "compute_120", as in `torch.cuda.get_arch_list`. Machine code (sm) runs on its major
-    version from its minor version on; PTX (compute) on all later versions. Suffix "a" ties code to one version, "f" to
-    one major version.
+    version from its minor version on, PTX (compute) on all later versions. Suffix "a": one version only, "f": one major
+    version only.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

@@ -1,5 +1,5 @@
 """torch's scaled_dot_product_attention over gathered KV, for GPUs without a paged kernel, such as those before compute
-capability 8.0. Gathering reads and writes KV once more: a decode takes about three times the memory's time.
+capability 8.0. Gathering reads and writes KV again: a decode takes about three times as long as reading it once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
-    """q [S, H, D]; each query's own key is the last of its context."""
+    """q [S, H, D]. A query's own key is the last of its context."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
@@ -91,7 +91,7 @@ def _attend_decodes(
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) -> Tensor:
-    """q [T, H, D]: the last T of the sequence's C tokens; k, v [C, K, D]."""
+    """q [T, H, D]: the last T of C tokens; k, v [C, K, D]."""
     keys = torch.arange(len(k), device=q.device)
     query_positions = keys[len(k) - len(q) :, None]
     seen = keys <= query_positions

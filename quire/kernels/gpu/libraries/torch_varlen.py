@@ -1,6 +1,4 @@
-"""PyTorch's own flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them), and has no
-softcap.
-"""
+"""PyTorch's own flash-attn 2. Takes block tables and splits from torch 2.13 on (2.12 rejects them); has no softcap."""
 
 from __future__ import annotations
 
@@ -47,10 +45,10 @@ class TorchVarlenBackend(FlashPagedBackend):
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
 
-        Keys are never split: with pages and splits PyTorch leaves rows unwritten
-        (https://github.com/pytorch/pytorch/issues/194167). Decodes then fill few thread blocks, and a causal window
-        keeps query heads from being packed, so Triton computes decodes. Not if deterministic: a token needs the same
-        bits in a decode and in a prefill chunk.
+        Never splits keys: with pages and splits PyTorch leaves rows unwritten
+        (https://github.com/pytorch/pytorch/issues/194167). Unsplit decodes fill few thread blocks, and a causal window
+        prevents packing of query heads, so Triton computes them, unless deterministic: a token needs the same bits in a
+        decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
@@ -69,7 +67,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
-            # (left, right), -1: unlimited. Our window includes the query; left does not.
+            # (left, right), -1: unlimited. Unlike left, our window includes the query.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,
@@ -79,7 +77,7 @@ class TorchVarlenBackend(FlashPagedBackend):
 
 
 def _find_varlen_attn() -> Callable[..., Tensor] | None:
-    """None if it does not take block tables."""
+    """None if it takes no block tables."""
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _MIN_TORCH_VERSION:
         return None
     try:

@@ -1,7 +1,6 @@
-"""Batch-invariant matrix products for --deterministic.
-
-Libraries choose tiles and splits by the number of rows, so a row's bits depend on the batch (He and Thinking Machines,
-"Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no splits, which is slower.
+"""Batch-invariant matrix products for --deterministic. Libraries choose tiles and splits by the number of rows, so a
+row's bits depend on the batch (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a
+weight has one tiling and no splits, which is slower.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """Exposes its weight, which MoE multiplies with another kernel."""
+    """Exposes its weight, for MoE's own kernel."""
 
     weight: Tensor
     """[outs, inner], contiguous."""
@@ -72,7 +71,7 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    """As in kernels/backend.py. A row has the same bits in every batch."""
+    """As Backend.pack_linear. A row has the same bits in every batch."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

@@ -1,6 +1,6 @@
-"""LoRA (Hu et al., 2021) for many adapters in one batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
-2023): one kernel shrinks inputs to the rank, another expands them. Each adapter of a tile of sorted rows has a program,
-which masks other rows. Tiles and inner splits are fixed, so a row's bits depend on the row and its adapter alone.
+"""LoRA (Hu et al., 2021) for many adapters in a batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
+2023): one kernel shrinks inputs to the rank, another expands them. A tile of sorted rows has a program per adapter,
+which masks other rows. Tiles and inner splits are fixed, so a row's bits depend only on the row and its adapter.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from quire.kernels.quantized_tensors import (
 )
 
 _ROWS_PER_TILE = 16
-"""The tensor cores' minimum; most adapters have few rows."""
+"""The tensor cores' minimum. Most adapters have few rows."""
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Without splits a decode step has too few tiles to fill a GPU."""
+"""Without splits a decode step has too few tiles for a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
-"""The expand kernel spills registers with 64 float32 ranks per tile."""
+"""With 64 float32 ranks per tile the expand kernel spills registers."""
 
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """(rows of the tile, mask of those with its nth adapter, that adapter's slot). Slot 0: no adapter."""
+    """(rows of the tile, mask of rows with its nth adapter, that adapter's slot). Slot 0: no adapter."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -53,8 +53,8 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, only for the ranks
-    that the row's adapter has. Grid: tiles * most adapters per tile, parts * blocks of ranks, splits.
+    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, only for ranks of
+    the row's adapter. Grid: tiles * most adapters per tile, parts * blocks of ranks, splits.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -86,8 +86,8 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part. places [blocks, 4]: part, its first
-    output, its end, the block's first output.
+    """up [slots, RANKS * outs]: for each part, [RANKS, its outs]. places [blocks, 4]: part, its first output, its end,
+    the block's first output.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -122,7 +122,7 @@ def _expand_kernel(
 @dataclass(frozen=True, slots=True)
 class PinnedLoraDeltas:
     parts: tuple[tuple[int, Tensor, Tensor], ...]
-    """Part index, down [rank, in], up transposed [rank, outs]."""
+    """(part index, down [rank, in], transposed up [rank, outs])."""
     ranks: Tensor
     """[parts] int32."""
 
@@ -197,7 +197,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
-        """Queued after running steps; the host does not wait."""
+        """Queued after running steps. The host does not wait."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()

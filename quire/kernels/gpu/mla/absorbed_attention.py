@@ -26,13 +26,13 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Keys per even split, and number of splits. A multiprocessor has one program: tiles of many rows take all shared
+"""Keys per even split, and number of splits. A multiprocessor runs one program: tiles of many rows take all shared
 memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
-"""(largest number of splits, elements of a row per program, warps). The first shape that fits is used."""
+"""(most splits, elements of a row per program, warps). The first that fits is used."""
 _FIXED_REDUCE_BLOCK = 128
-"""Numbers of a row per program if splits follow each other."""
+"""Numbers of a row per program for fixed splits."""
 
 
 def attend_absorbed(
@@ -103,7 +103,7 @@ def attend_absorbed(
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
     """rows: heads times queries of a sequence; if fixed, heads. coded: quantized pages take registers. Measured on an
-    H100 with 16-bit pages. Without hopper (wgmma's tiles of 64 rows) all fit in a consumer GPU's 99 KB of shared
+    H100 with 16-bit pages. Without hopper (wgmma has tiles of 64 rows) tiles fit in a consumer GPU's 99 KB of shared
     memory.
     """
     if dtype == torch.float32:  # no tensor cores

@@ -16,8 +16,8 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """[T, H * V] for rotated queries [T, H, P + R]. halves of kv_b_proj: [H, L, P] absorbs queries, [H, V, L] makes
-    values. cache [P, page size, 1, L + R] holds all latents of these tokens.
+    """As ExpandablePerHeadLinear.attend_expanded. halves of kv_b_proj: [H, L, P] absorbs queries, [H, V, L] makes
+    values.
     """
     q = q.contiguous()
     tokens, heads, width = q.shape
@@ -28,7 +28,7 @@ def run_expanded_attention(
     k = torch.matmul(low, absorb)
     v = torch.matmul(low, expand.transpose(1, 2))
     if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
-        # Joined parts better fill tiles of power-of-two size.
+        # Joined parts fill tiles of power-of-two size better.
         k = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2)
         plain = width
         rotated = 0
@@ -43,7 +43,7 @@ def run_expanded_attention(
 
 
 def choose_expanded_tiles(widest: int, dtype: torch.dtype, *, hopper: bool) -> AttentionTiles:
-    """widest: size of a key or value. Measured on an H100; without hopper tiles fit in a consumer GPU's 99 KB of shared
+    """widest: size of a key or value. Measured on an H100. Without hopper tiles fit in a consumer GPU's 99 KB of shared
     memory.
     """
     if dtype == torch.float32:  # no tensor cores

@@ -1,5 +1,5 @@
-"""triton_attention.py's kernels with one key for all heads, L numbers, which are the value too, and R rotated ones. A
-tile's rows are queries and heads in q's order, so it need not be a multiple of the head count.
+"""triton_attention.py's kernels with one key for all heads: L numbers, which are also the value, and R rotated ones. A
+tile's rows are (query, head) pairs in q's order, so it need not be a multiple of the head count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """0 outside: unwritten parts of a page may hold anything."""
+    """0 outside, where a page may be unwritten."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -51,7 +51,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys `begin` to begin + BLOCK_N, if before `end`. page: from _load_page_ids."""
+    """Keys `begin` to begin + BLOCK_N, if before `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -87,8 +87,8 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of
-    the same iteration. An unmasked loop would cost registers and instruction fetches.
+    """Loads page ids one tile ahead: Triton prefetches latents only if their address does not depend on a load of the
+    same iteration. An unmasked loop would cost registers and instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -143,7 +143,7 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per part of the softmax; 0: one part."""
+    """SPLIT: keys per softmax part; 0: one part."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
@@ -203,7 +203,7 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """LOOPED: a program may have several splits; a loop for one would take registers."""
+    """LOOPED: a program may have several splits. A loop for one would take registers."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

@@ -19,7 +19,7 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
-"""Blocks of BLOCK inputs."""
+"""Of BLOCK inputs."""
 _ROW_BLOCK = 4096
 """Inputs per read."""
 _GATE_BLOCK = 2048
@@ -35,7 +35,7 @@ class EightBitRounding(ActivationRounding):
     has_block_scales: bool
     """One per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
     pair_distance: int
-    """Inputs per step if codes are in the order of the weights' words; 0: natural order."""
+    """Inputs per step if codes have the order of the weights' words; 0: natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
         """x [rows, in]."""
@@ -140,7 +140,7 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Why norms and gates cannot round on this GPU, also logged; None if bits are the same."""
+    """Why norms and gates cannot round on this GPU, also logged; None: bits are the same."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
     except Exception as error:  # falls back to unfused rounding

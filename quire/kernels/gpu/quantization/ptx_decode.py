@@ -29,7 +29,7 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
-    """Computes t * factor + added for the two 16-bit numbers in t. added: literal bits, or a register."""
+    """t * factor + added for the two 16-bit numbers in t. added: literal bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 
@@ -51,7 +51,7 @@ def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mant
 
 
 def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Decode the part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1)."""
+    """The part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1)."""
     if floats:
         # e2m1's exponent bias is 1; doubling adds 1.
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
@@ -63,7 +63,7 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Decode the part-th byte of both 16-bit words in $1: float8 (e4m3), or integers."""
+    """The part-th byte of both 16-bit words in $1: float8 (e4m3), or integers."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
@@ -91,7 +91,7 @@ _BYTE_DECODE_ASM = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Returns precomputed text, the only kind that kernels can read."""
+    """Precomputed text, the only kind that kernels can read."""
     return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
 
 

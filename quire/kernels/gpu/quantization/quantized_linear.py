@@ -35,19 +35,19 @@ log = logging.getLogger("quire.kernels")
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 """Row counts at which tiles change."""
 _MIN_DEQUANTIZED_ROWS = 256
-"""Weights for unrounded x are dequantized from here on, for PyTorch's 16-bit product."""
+"""From here on weights for unrounded x are dequantized, for PyTorch's 16-bit product."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words, and the shared memory of three steps with _MAX_SOME_ROWS rows."""
+"""Words; shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
 """Columns per program."""
 _PROGRAMS_PER_PROCESSOR = 4
 """Hides memory latency."""
 _MIN_STEPS = 4
-"""Steps per part of a split inner dimension."""
+"""Per part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """All parts have the same inputs; their outputs are concatenated."""
+    """All parts have the same inputs; outputs are concatenated."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
     @property
     def offloadable_tensors(self) -> list[Tensor]:
-        """Returns only the large tensors."""
+        """The large ones only."""
         large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
         return [each for each in large if each is not None]
 
@@ -88,7 +88,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
-        """False for few rows, which take the time of reading weights."""
+        """False for few rows."""
         return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
@@ -121,7 +121,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """x @ part.T + bias, in `dtype`. out: may be columns of a wider tensor; None: a new one."""
+        """x @ part.T + bias, in `dtype`. out: maybe columns of a wider tensor; None: a new one."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -160,7 +160,7 @@ def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKi
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """None if a format is unsupported, or fails its trial on this GPU. fixed: batch-invariant."""
+    """None if a format is unsupported or fails its trial on this GPU. fixed: batch-invariant."""
     if weights[0].codes.is_cuda:
         where = (dtype, weights[0].codes.device, wide, fixed)
         for weight in weights:

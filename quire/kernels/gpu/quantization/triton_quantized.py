@@ -1,7 +1,7 @@
 """Products with quantized weights, decoded in registers.
 
-`multiply_weight_only` decodes exactly to x's dtype; scales and offsets join the float32 sums once per step, which lies
-in one group. Products are weights by x, so that 64 outputs fill a tensor core's rows even if x has few.
+`multiply_weight_only` decodes exactly to x's dtype. Scales and offsets join the float32 sums once per step, which lies
+in one group. Products are weights by x: 64 outputs fill a tensor core's rows even if x has few.
 
 Few rows fill a GPU only with a split inner dimension (`multiply_split_k`, `reduce_split_k`). NESTED makes the same sums
 in the same order, so with one tile size a row has the same bits in every batch. Integers become floats by their bits
@@ -84,7 +84,7 @@ def _offset_bytes_to_float32(code, less: tl.constexpr):
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """STEP words of each of LINES outputs lie side by side, then the next. Outputs past the last get valid pointers, as
+    """STEP words of each of LINES outputs lie side by side, then the next. Outputs past the last get valid pointers:
     other reads may fault.
     """
     wide = n.to(tl.int64)
@@ -98,7 +98,7 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """PARTS scales for outputs n, one per part of the step that begins at input `at`."""
+    """For outputs n, one scale per part of the step that begins at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -122,8 +122,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums words first to end. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Scales
-    are read one step ahead: Triton prefetches only dot operands.
+    """Sums words first to end. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Reads
+    scales one step ahead: Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -188,7 +188,7 @@ def multiply_weight_only(
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
     NESTED: tl.constexpr,
 ):  # fmt: skip
-    """NESTED: each of `parts` parts of a line, `length` words, has its own sum."""
+    """NESTED: each of a line's `parts` parts of `length` words has its own sum."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -252,9 +252,7 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, inner], in its dtype: the weights of the outputs from `first` on. Grid: tiles of outputs, steps of a
-    line.
-    """
+    """out [rows, inner], in its dtype: weights of outputs from `first` on. Grid: tiles of outputs, steps of a line."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -280,7 +278,7 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x has codes. BLOCK_K inputs share a scale, in x and in the weights."""
+    """x has codes. BLOCK_K inputs share a scale, in x and weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -308,7 +306,7 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One scale per row and factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors
+    """One scale per row, one factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors
     in the grid, to share the cache.
     """
     tiles_m = tl.cdiv(rows, BLOCK_M)

@@ -24,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """If PAIRED is not 0, each two steps of PAIRED columns share 16-bit words: the first step is in the low bytes, the
-    second in the high bytes.
+    """Unless PAIRED is 0, each two steps of PAIRED columns share 16-bit words: the first has the low bytes, the second
+    the high.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -48,7 +48,7 @@ def _interleave_codes(codes, PAIRED: tl.constexpr):
 def _quantize_and_store_blocks(
     numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """numbers: float32 [BLOCKS, BLOCK] from block `first` on. A scale is NaN if one of them is."""
+    """numbers: float32 [BLOCKS, BLOCK] from block `first` on. A NaN makes its scale NaN."""
     BLOCKS: tl.constexpr = numbers.shape[0]
     BLOCK: tl.constexpr = numbers.shape[1]
     block = first + tl.arange(0, BLOCKS)
@@ -96,8 +96,8 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: also unrounded, to out. Codes are stored from blocks: in the layout of the sum threads would have 16
-    numbers instead of the norm kernel's 8, which changes the order of the sum.
+    """WHOLE: also unrounded, to out. Stores codes from blocks: in the sum's layout threads would have 16 numbers
+    instead of the norm kernel's 8, which changes the order of the sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -137,7 +137,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The second read of inputs is from the cache."""
+    """Reads inputs a second time, from the cache."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -32,25 +32,24 @@ class PackedWeight:
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
-    """[groups, outs], times the factors; None: 1."""
+    """[groups, outs], to be multiplied by the factors; None: 1."""
     offsets: Tensor | None
-    """[groups, outs], times the factors; None: 0."""
+    """[groups, outs], to be multiplied by the factors; None: 0."""
     group_size: int
     """Inputs per scale; the last may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
     """KIND, LOW, HIGH, SCALED and OFFSET."""
     in_features: int
     inputs_per_step: int
-    """Inputs per product."""
     out_features: int
     input_order: Tensor | None = None
-    """Same as in GroupedWeight."""
+    """As in GroupedWeight."""
     rounds_activations: bool = False
-    """True if activations are rounded to 8 bits."""
+    """To 8 bits."""
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
-    """Number of outputs that share a line, in which their steps alternate."""
+    """Outputs that share a line, in which their steps alternate."""
 
     @property
     def nbytes(self) -> int:
@@ -74,13 +73,13 @@ class PackedWeight:
 
     @property
     def pair_distance(self) -> int:
-        """Inputs per step of words with two 8-bit codes, or 0."""
+        """Inputs per step of words with two 8-bit codes, else 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Missing ones are replaced by a tensor that the kernel does not read."""
+        """Replaces missing ones by a tensor that the kernel does not read."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
@@ -135,8 +134,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """For contiguous reads: few rows take the time of reading weights. Outputs are zero-padded. Byte codes and weights
-    for PyTorch's products are unchanged.
+    """For contiguous reads: few rows take the time of reading weights. Zero-pads outputs. Does not change byte codes
+    and weights for PyTorch's products.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
@@ -146,7 +145,7 @@ def interleave_output_rows(part: PackedWeight) -> PackedWeight:
 
 
 def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Must run before `interleave_output_rows`."""
+    """Call before `interleave_output_rows`."""
     merged = list(parts[:1])
     for each in parts[1:]:
         last = merged[-1]
@@ -172,7 +171,7 @@ def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
     """codes: [out, in / 2], even input in the low half. `step` inputs become the lowest 4 bits of `step` words, the
-    next inputs the bits above, zero-padded.
+    next inputs the bits above. Zero-padded.
     """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
@@ -181,12 +180,12 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """The longest step that splits the inputs into whole pairs of steps; the longest of all if none does."""
+    """The longest step that splits the inputs into whole pairs of steps, else the longest."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """codes: [out, in]. The first of two steps becomes the low bytes, the second the high bytes. Unchanged if the
+    """codes: [out, in]. Of two steps the first becomes the low bytes, the second the high bytes. Unchanged if the
     inputs are not a multiple of two steps.
     """
     if codes.shape[1] % (2 * step):

@@ -1,5 +1,5 @@
-"""Trial of each quantized format before its first weight is packed. Nothing else shows what another compiler or GPU
-makes of the kernels.
+"""Tries each quantized format before its first weight is packed: nothing else shows what another compiler or GPU makes
+of the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROW_COUNTS = (3, 40, 300)
 _NUM_OUTPUTS, _MIN_INPUTS = 192, 1024
 """Inputs are rounded up to whole groups."""
 _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
-"""Relative, with x possibly in 8 bits; a float8 significand has 4."""
+"""Relative, with x maybe in 8 bits; a float8 significand has 4."""
 
 
 class QuantizedFormat(NamedTuple):
@@ -31,7 +31,7 @@ class QuantizedFormat(NamedTuple):
 
 
 PackFunction = Callable[..., Linear | None]
-"""`pack_without_trial` of quantized_linear.py."""
+"""quantized_linear.py's `pack_without_trial`."""
 
 
 def quantized_format(weight: QuantizedWeight) -> QuantizedFormat:
@@ -65,7 +65,7 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """None if packed weights multiply correctly, or are unsupported. counts: numbers of rows."""
+    """None if packed weights multiply correctly or are unsupported. counts: numbers of rows."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)

@@ -9,9 +9,7 @@ from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 
 
 def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
-    """Allocates the output for q [T, H, any], with `values` numbers per head. With a shard, it is a packed partial
-    softmax.
-    """
+    """For q [T, H, any], with `values` numbers per head; with a shard, a packed partial softmax."""
     if shard is None:
         return q.new_empty((*q.shape[:2], values))
     return q.new_empty((*q.shape[:2], values + 2), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Small sums in one launch over GPUs of one machine: launches are the time of a decode step's sum.
+"""Small sums in one launch over GPUs of one machine: launches dominate a decode step's sum.
 
-Memory is shared by CUDA IPC. PyTorch's symmetric memory does not serve: its rendezvous changes between versions, its
-sums never end without all ranks, and timeouts end the CUDA context.
+CUDA IPC shares memory. PyTorch's symmetric memory does not serve: its rendezvous changes between versions, its sums
+never end without all ranks, and timeouts end the CUDA context.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 log = logging.getLogger("quire.kernels")
 
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
-"""All must run at once; any GPU can run this many."""
+"""All programs must run at once; any GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
-"""Each rank reads all numbers; for more an all-reduce in pieces is faster."""
+"""Each rank reads all numbers. For more an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
 _MAX_POLLS = 2**30
-"""Minutes; the end of a rank is noticed earlier in other ways."""
+"""Takes minutes; a rank's end is noticed earlier in other ways."""
 _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
-"""A rank that failed waits a minute at the store for the others' answers."""
+"""A failed rank waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
-"""Number of elements and dtype."""
+"""(number of elements, dtype)."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -45,13 +45,13 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
 
 
 class OneShotAllReduce:
-    """Sums have the same order and sizes on all ranks, and never overlap."""
+    """Sums never overlap, and have the same order and sizes on all ranks."""
 
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
-        """rank_memories: each rank's `rank_memory_bytes` zeros, as this rank reaches them. host_flags: [2] int32 zeros
-        in host memory that the GPU reaches. max_polls: of another rank's count before a sum is given up.
+        """rank_memories: each rank's `rank_memory_bytes` zeros, as reached by this rank. host_flags: [2] int32 zeros in
+        host memory that the GPU reaches. max_polls: of another rank's count before giving up a sum.
         """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
@@ -66,7 +66,7 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds in float32 and rank order. A sum that was given up is garbage: see `raise_if_failed`."""
+        """Adds in float32 and rank order. A given-up sum is garbage: see `raise_if_failed`."""
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
@@ -86,7 +86,7 @@ class OneShotAllReduce:
 
 
 def counter_bytes(ranks: int) -> int:
-    """Bytes of the counters, which come before the numbers."""
+    """The counters come before the numbers."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 
@@ -184,6 +184,6 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
-    """Opens another rank's memory for this rank's GPU, which then reaches that of the other GPU."""
+    """Opens another rank's memory for this rank's GPU, which then reaches the other GPU's."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

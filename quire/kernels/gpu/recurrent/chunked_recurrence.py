@@ -22,15 +22,15 @@ from quire.kernels.recurrent.state_space import StateSpace
 MIN_CHUNKED_TOKENS = 32
 """Tokens of a sequence."""
 _MAX_KEY_DIM = 128
-"""Larger ones are untested."""
+"""More is untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3
-"""Columns of a head's matrix per program: one prompt with 32 heads of 128 columns occupies nearly all of an H100.
-Stages take up to 218 of its 227 KB of shared memory.
+"""Columns of a head's matrix per program: one prompt with 32 heads of 128 columns fills nearly all of an H100. Stages
+take up to 218 of its 227 KB of shared memory.
 """
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """GPUs other than Hopper have less shared memory or other products, and are untested. longest: tokens."""
+    """Only on Hopper: other GPUs have less shared memory or other products, and are untested. longest: tokens."""
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     return (
         able

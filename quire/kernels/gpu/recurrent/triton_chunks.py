@@ -1,5 +1,5 @@
-"""Delta rules and state spaces by chunks of 64 tokens, with matrix products. Bits differ from those token by token, and
-depend on how a prompt was cut.
+"""Delta rules and state spaces by chunks of 64 tokens, with matrix products. Bits differ from those of single tokens
+and depend on how a prompt was cut.
 
 G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T:
 
@@ -7,10 +7,10 @@ G_i is the sum of log decays up to token i of a chunk, S the matrix before the c
     next matrix   exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
 
 For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i
-exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). What does not need S is computed first,
-for all chunks at once.
+exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). Terms without S are computed first, for
+all chunks at once.
 
-A float32 operand is the sum of two bfloat16: about 100 times as exact as bfloat16 at twice the price, or three times if
+A float32 operand is the sum of two bfloat16: about 100 times as exact as bfloat16 at twice the cost, or three times if
 both operands are float32.
 """
 
@@ -54,7 +54,7 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """Length: the sequence's tokens from the chunk on; 0 if it is not computed in chunks."""
+    """Length: the sequence's tokens from the chunk on; 0 if not computed in chunks."""
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)

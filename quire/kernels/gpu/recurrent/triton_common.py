@@ -1,6 +1,6 @@
 """A program of advance_delta, advance_scan or advance_space has some columns of one head's matrix of a sequence, and
 computes token by token: read [T, HEADS, VALUE] and matrices. One warp keeps sums over a column within it. One loop body
-serves decodes, prompts and drafts, so a token's bits depend on the matrix before it and its inputs alone.
+serves decodes, prompts and drafts, so a token's bits depend only on the matrix before it and its inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a position's inputs: in the step, or, before `first`, among the slot's draft inputs."""
+    """Pointers to a position's inputs in the step or, before `first`, among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -61,7 +61,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Runs after all programs have read the previous step's inputs."""
+    """Runs after all programs have read the previous step's."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)

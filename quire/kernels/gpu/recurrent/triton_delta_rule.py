@@ -34,8 +34,8 @@ def advance_delta(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A readout is q S before the token's update plus (q k) times the update's delta, so that both sums over the matrix
-    are made at once.
+    """A readout is q S before the token's update plus (q k) times its delta, so both sums over the matrix are made at
+    once.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

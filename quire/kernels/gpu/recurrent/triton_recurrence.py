@@ -1,4 +1,4 @@
-"""Long prompts are computed by chunks if bits may depend on how a prompt was cut. The host never waits."""
+"""Computes long prompts by chunks, unless bits must not depend on how a prompt was cut. The host never waits."""
 
 from __future__ import annotations
 

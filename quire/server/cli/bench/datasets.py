@@ -16,7 +16,7 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""vLLM's limits for prompts, and prompts with answers, so that figures compare."""
+"""vLLM's limits for prompts, and for prompts with answers, to make figures comparable."""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 
@@ -83,7 +83,7 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def count_tokens_by_server(http: httpx.Client, model: str, text: str) -> int:
-    """Estimates if the server does not count."""
+    """Estimate if the server does not count."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
         return int(answer.json()["count"])

@@ -14,10 +14,10 @@ class BenchAnswer:
     """Times are seconds since the request was sent."""
 
     chunk_times: Sequence[float]
-    """At least one, of chunks with tokens."""
+    """Of chunks with tokens; at least one."""
     prompt_tokens: int
     completion_tokens: int
-    """The number of chunks if not reported."""
+    """The number of chunks if the server does not report it."""
 
     @property
     def gaps(self) -> list[float]:
@@ -32,7 +32,7 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """Latencies in milliseconds."""
+    """In milliseconds."""
 
     mean: float
     p50: float
@@ -75,7 +75,7 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
-    """Returns latencies in seconds."""
+    """In seconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],
@@ -109,6 +109,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """A Poisson process; `rate` is requests per second."""
+    """A Poisson process; `rate` is in requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 MAX_TOKENS = 8
 LOADING_STATUSES = (None, 404, 429, 502, 503, 504)
-"""Statuses of servers still loading; None: no response."""
+"""Of servers still loading; None: no response."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if not any("{port}" in word for word in server_command):
         raise ConfigError("the command must say {port} where its port goes")
     print(f"{args.label or shlex.join(server_command)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that the started server ends too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, to end the started server too
     seconds = []
     for run in range(args.runs):
         seconds.append(measure_time_to_first_token(server_command, args.model, args.timeout))
@@ -118,7 +118,7 @@ def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.P
 async def _wait_for_first_token(
     url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float
 ) -> float:
-    """Return the time by time.perf_counter()."""
+    """Return time.perf_counter() at the first token."""
     named = {"model": model} if model else {}
     body = {**named, "prompt": "Once upon a time", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     client = StreamClient(url, keep_alive=False)

@@ -29,7 +29,7 @@ class StreamError(Exception):
 
 
 class StreamClient:
-    """keep_alive: reuse connections if the server keeps them open."""
+    """`keep_alive`: reuse connections if the server keeps them open."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class StreamClient:
         keep_alive: bool = True,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        """`base` may end in /v1. `trust`: None: the system's certificates. Raises ConfigError."""
+        """`base` may end in /v1. `trust` None: the system's certificates. Raises ConfigError."""
         parts = urlsplit(normalize_server_url(base))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
@@ -54,7 +54,7 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Post to /v1/`path`, and call `on_event` in the transport's callback for each event until [DONE]. A ValueError
+        """Post to /v1/`path`. Call `on_event` in the transport's callback for each event until [DONE]. A ValueError
         from it ends the stream. Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
@@ -69,7 +69,7 @@ class StreamClient:
             except StreamError:
                 if idle_connection is None or idle_connection.has_received:
                     raise
-                continue  # the server just closed it: try another
+                continue  # the server just closed the connection: try another
             finally:
                 if self._keep_alive and connection.is_reusable:
                     self._idle_connections.append(connection)
@@ -142,7 +142,7 @@ class _StreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_complete = True
-        self.is_reusable = self._parser.should_keep_alive()  # known only until the callback returns
+        self.is_reusable = self._parser.should_keep_alive()  # known only during the callback
 
     def _read_events(self) -> None:
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -156,7 +156,7 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
-        """`missing`: error message if the stream is incomplete or has failed."""
+        """`missing`: error message if the stream is incomplete or failed."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

@@ -17,7 +17,7 @@ _VLLM_NAMES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": 
 
 
 def goodput(answers: Sequence[BenchAnswer], goals: Sequence[tuple[str, float]], seconds: float) -> float:
-    """Requests per second within all goals (vLLM's latency name, milliseconds)."""
+    """Requests per second that meet all goals (vLLM's latency name, milliseconds)."""
     num_good = 0
     for answer in answers:
         samples = {_VLLM_NAMES[name]: values for name, values in latency_samples([answer]).items()}
@@ -97,7 +97,7 @@ def _latency_figures(name: str, values: Sequence[float], percentiles: Sequence[f
 
 
 def interpolated_percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolates like NumPy, which vLLM uses."""
+    """Like NumPy, which vLLM uses."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

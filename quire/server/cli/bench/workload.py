@@ -56,7 +56,7 @@ def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[in
 
 
 def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
-    """They only share the common prefix."""
+    """Prompts and warm-up share only the common prefix."""
     rng = random.Random(args.seed)
 
     def random_ids(count: int) -> list[int]:
@@ -69,7 +69,7 @@ def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[lis
 
 
 def read_jsonl_prompts(path: Path) -> list[dict[str, Any]]:
-    """Lines of {"prompt": ...} or {"messages": ...}; other fields go into the request. Raises ConfigError."""
+    """Read lines of {"prompt": ...} or {"messages": ...}; other fields go into the request. Raises ConfigError."""
     entries = []
     try:
         for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -92,7 +92,6 @@ def run_chat(
     requested_model: str | None,
     options: dict[str, Any],
 ) -> int:
-    """Return the exit status."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         return chat_over_pipes(

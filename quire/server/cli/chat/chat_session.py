@@ -26,11 +26,11 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Usage of the last answer; empty if its stream reports none."""
+    """Of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
-        """Interrupted answers are kept as far as they came. If the server refuses, raises QuireError and drops `text`
-        and the pending images.
+        """Keep interrupted answers as far as they came. If the server refuses, raise QuireError, and drop `text` and
+        the pending images.
         """
         self.was_truncated = False
         image_parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pending_images]
@@ -52,7 +52,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Return the removed user message's text, or None. Its images become pending again."""
+        """Return the text of the removed user message. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -63,7 +63,7 @@ class ChatSession:
         return message_text(content)
 
     def save_conversation(self, path: Path) -> None:
-        """Raises ConfigError, also if the file is not a saved conversation."""
+        """Raises ConfigError, also if the file exists and is not a saved conversation."""
         content = {"model": self.model, "system": self.system, "options": self.options, "messages": self.messages}
         try:
             if _is_foreign_file(path.expanduser(), content.keys()):
@@ -73,7 +73,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Takes a saved conversation or a list of messages; keeps the current model. Raises ConfigError."""
+        """Take a saved conversation or a list of messages; keep the current model. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:
@@ -143,7 +143,7 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
-    """True if the file has content that is not a JSON object with these names."""
+    """True if the file has content other than a JSON object with these names."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

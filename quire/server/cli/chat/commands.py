@@ -46,9 +46,7 @@ class CommandOutcome:
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """Performs a command, which begins with a slash; any other line is a prompt. `print_info` and `print_error` show
-    results and errors.
-    """
+    """A line that begins with a slash is a command; any other is a prompt."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:

@@ -17,7 +17,7 @@ _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Return blocks that further text cannot change, and the rest."""
+    """Return the blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -31,7 +31,7 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """(line, fence open before it, fence open after it)."""
+    """Yield (line, fence open before it, fence open after it)."""
     fence = ""
     for line in lines:
         before, mark = fence, FENCE.match(line)
@@ -43,7 +43,7 @@ def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, b
 
 
 def to_rich_markdown(text: str) -> Markdown:
-    """Keeps line breaks, which Markdown turns into spaces."""
+    """Keep line breaks, which Markdown turns into spaces."""
     lines = [
         line if before or after else line.rstrip() + "  "
         for line, before, after in _lines_with_fence_state(text.split("\n"))
@@ -52,7 +52,7 @@ def to_rich_markdown(text: str) -> Markdown:
 
 
 def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
-    """Raises what `pieces` raises, after printing what came."""
+    """Print everything before raising an error of `pieces`."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),
@@ -85,7 +85,7 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """A redrawn block must fit on the screen. Keeps an opening fence."""
+    """Cut a redrawn block to the height of the screen. Keep an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

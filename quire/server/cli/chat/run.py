@@ -28,7 +28,7 @@ from quire.server.config import ServerConfig
 _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
-"""Ollama's switches for our default behavior."""
+"""Ollama's switches for what is our default."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -140,12 +140,12 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
-    """None and None: start an engine."""
+    """(None, None): start an engine."""
     model = args.name or config.model
     if args.url is not None:
         return args.url, model
     if args.bearer == os.environ.get("OPENAI_API_KEY"):
-        args.bearer = None  # do not send a key to a server that was not named
+        args.bearer = None  # do not send a key to a server that the user did not name
     with suppress(httpx.HTTPError, ValueError, LookupError, TypeError, ConfigError):
         base = normalize_server_url(_LOCAL_URL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
         answer = httpx.get(f"{base}/v1/models", headers=auth_headers(args.bearer), timeout=_PROBE_SECONDS)

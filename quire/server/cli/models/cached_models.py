@@ -18,14 +18,14 @@ from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptio
 log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE_KEYWORD = Path("cache")
-"""Value of --models if no such file exists."""
+"""Value of --models, unless a file of this name exists."""
 _MEMORY_SHARE = 0.9
-"""Share of the memory that is free at the start."""
+"""Of the memory that is free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """Smallest first: it is loaded at the start and answers requests that name no model. Raises ConfigError if none can
-    be served.
+    """Smallest first: it is loaded at the start, and answers requests that name no model. Raises ConfigError if none
+    can be served.
     """
     cache = scan_hub_cache()
     downloads = (

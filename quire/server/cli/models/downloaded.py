@@ -20,11 +20,11 @@ _NO_WEIGHTS = "no weights"
 @dataclass(frozen=True, slots=True)
 class DownloadedModel:
     name: str
-    """OWNER/REPO, with tag or file if GGUF."""
+    """OWNER/REPO, with tag or file for GGUF."""
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
-    """Files by path in the repository."""
+    """By path in the repository."""
     path: Path
     ref: str
     """Branch, tag or commit."""
@@ -65,7 +65,7 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """None: there is no cache yet."""
+    """None: no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
-    """None: no server has it. Raises if a server named by --url does not answer."""
+    """None: no server has the model. Raises if a server named by --url does not answer."""
     try:
         with open_client(args) as http:
             served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]
@@ -116,7 +116,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
 
 
 def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
-    """Falls back to the catalog if the hub is unreachable."""
+    """Use the catalog if the hub is unreachable."""
     try:
         return read_raw_config(name)
     except ModelError:

@@ -25,11 +25,11 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Must fit; memory is shown for it."""
+"""Must fit; memory is shown for this context."""
 _SPEED_CONTEXT_TOKENS = 1024
-"""Tokens of context for the speed, as in `quire plan`."""
+"""Context for the speed, as in `quire plan`."""
 _LAPTOP_FLOPS = 1e12
-"""16-bit, roughly; a single stream is bound by memory."""
+"""16-bit, roughly; memory bounds a single stream."""
 _EMBEDDING_BITS = 6.5625
 """Q6_K, for tied embeddings in 4-bit files."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")
@@ -41,7 +41,7 @@ class ModelRow:
     model: CatalogEntry
     parameters: int
     memory: int
-    """Bytes with CONTEXT_TOKENS of one request, including Quire."""
+    """Bytes for one request of CONTEXT_TOKENS, including Quire."""
     context: int
     """Tokens that fit; 0: none, or not served."""
     speed: float | None

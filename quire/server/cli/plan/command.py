@@ -55,7 +55,7 @@ _SHOWN_FLAGS = (
     "max_lora_rank",
     "speculative_config",
 )
-"""Flags shown in --help; all other settings are accepted too."""
+"""Flags in --help; all other settings are accepted too."""
 
 
 @dataclass(frozen=True, slots=True)

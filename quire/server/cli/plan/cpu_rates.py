@@ -30,7 +30,7 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Measures if nothing is cached or it is a day old. Keeps the better figures, because other programs only lower a
+    """Measure if nothing is cached or it is a day old. Keep the better figures, because other programs only lower a
     measurement. None: no kernels for this processor.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
@@ -47,7 +47,7 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """Returns the machine unchanged if rates cannot be measured."""
+    """Return the machine unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine

@@ -27,7 +27,7 @@ class DraftPlan:
 
     @property
     def is_separate_model(self) -> bool:
-        """A separate model's KV is not stored in tiers, unlike that of heads."""
+        """A separate model's KV is not stored in tiers; that of heads is."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
@@ -45,7 +45,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Counts one slot even if none fits, so that the plan reports that."""
+    """Count one slot even if none fits, so that the plan reports it."""
     try:
         return count_state_slots(
             slot,
@@ -97,7 +97,7 @@ def plan_draft(
 def _count_draft_parameters(
     speculative_config: SpeculativeConfig, raw: Mapping[str, Any], sizes: ModelSizes, served: Mapping[str, Any]
 ) -> int:
-    """Counts the parameters of a draft model, or of a head without the served model's embedding."""
+    """Parameters of a draft model, or of a head without the served model's embedding."""
     if speculative_config.method == "draft_model":
         return sizes.num_parameters
     target_layers = read_model_sizes(served).num_layers

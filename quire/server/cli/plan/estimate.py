@@ -27,7 +27,7 @@ _NO_STREAMED_LAYERS = StreamedLayersPlan()
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     config: EngineConfig = _DEFAULTS
-    """Without max_model_len the context is what fits."""
+    """Without max_model_len the context is as long as fits."""
     concurrency: int | None = None
     """None: as many as fit."""
     lora_modules: ModuleShapes = field(default_factory=dict)
@@ -49,14 +49,14 @@ class Estimate:
     block_size: int
     """Tokens per block."""
     block_bytes: int
-    """All layers, with what their groups leave unused."""
+    """Of all layers, including what their groups leave unused."""
     block_needs: KVBlockNeeds
-    """Blocks per context, for the groups of layers."""
+    """Blocks per context, by group of layers."""
     layer_block_bytes: int
     """One layer, not divided among devices."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
-    """Weights as kept in memory."""
+    """As kept in memory."""
     step_bytes: int = 0
     """The largest step on a GPU, with graphs."""
     num_blocks: int = 0
@@ -65,7 +65,7 @@ class Estimate:
     concurrency: int = 0
     """Full contexts at once, at most --max-num-seqs."""
     kv_cache_dtype: str = "auto"
-    """auto: `dtype`."""
+    """"auto": `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
     """(context length, how many fit), for powers of two."""
     adapter_bytes: int = 0
@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def extra_weight_names(self) -> list[str]:
-        """Names what `device_weight_bytes` includes in addition to the model's own weights."""
+        """What `device_weight_bytes` includes besides the model's own weights."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
     @property
@@ -109,7 +109,7 @@ class Estimate:
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """Of all streams together. None: unknown machine speed."""
+        """All streams together. None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -126,5 +126,5 @@ class Estimate:
             return None
         read = self.weight_bytes * sizes.weight_fraction_read(tokens)
         parts = -(-tokens // self.block_needs.max_chunk_tokens)
-        waits = (parts + machine.stages - 1) / parts  # until the first part has reached the last stage
+        waits = (parts + machine.stages - 1) / parts  # until the first part reaches the last stage
         return max(sizes.prefill_flops(tokens) / machine.flops, read / machine.bandwidth) / machine.count * waits

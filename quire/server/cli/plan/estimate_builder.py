@@ -42,14 +42,13 @@ _DEFAULTS = EngineConfig()
 def estimate_model(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None = None
 ) -> Estimate:
-    """`stored`: size from the checkpoint's headers, if available."""
+    """`stored`: size from the checkpoint's headers."""
     return EstimateBuilder(sizes, machine, request, stored).build()
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightPlan:
     model_bytes: int
-    """The whole model."""
     device_bytes: int
     """Includes adapters, drafts and the vision tower."""
     adapter_bytes: int
@@ -61,9 +60,9 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """Bytes on all devices together."""
+    """On all devices together."""
     draft: int
-    """Bytes on one device."""
+    """On one device."""
     draft_share: int
     """Per device, if the devices of a memory share it."""
     split: int
@@ -79,7 +78,7 @@ class _BlockPlan:
     size: int
     """Tokens per block."""
     num_bytes: int
-    """All layers, with what their groups leave unused."""
+    """Of all layers, including what their groups leave unused."""
     needs: KVBlockNeeds
 
 
@@ -147,7 +146,7 @@ class EstimateBuilder:
 
     @property
     def _num_devices_sharing_draft(self) -> int:
-        """One rank has the draft model; all ranks have whole heads."""
+        """One rank has a draft model; all ranks have whole heads."""
         return self._machine.devices_per_memory if self._has_separate_draft_model else 1
 
     @property
@@ -185,7 +184,7 @@ class EstimateBuilder:
         return count * num_weights * self._width
 
     def _vision_tower_bytes(self) -> int:
-        """Each rank has all of it, but only the first pipeline stage."""
+        """Each rank of the first pipeline stage has all of it."""
         return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
 
     def _count_kv_token_bytes(self) -> _KVBytesPerToken:
@@ -224,7 +223,7 @@ class EstimateBuilder:
         return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
-        """Bytes per device."""
+        """Per device."""
         machine = self._machine
         config = self._config
         parts = 1 if machine.gpu else machine.devices_per_memory * machine.replicas
@@ -269,8 +268,8 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """Rough; the engine measures it. About 20 hidden states per token of `width` bytes per number, and copies of the
-    logits.
+    """A rough figure, which the engine measures: about 20 hidden states per token of `width` bytes per number, and
+    copies of the logits.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 

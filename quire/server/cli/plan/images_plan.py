@@ -19,7 +19,7 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
-"""Matches the marks of an image, and the breaks between its rows."""
+"""An image's marks, and breaks between its rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
@@ -38,7 +38,7 @@ class ImagesPlan:
     tiles: int
     """Inputs of the vision tower."""
     tokens: int
-    """Includes the tokens around and between features."""
+    """Including those around and between features."""
     feature_bytes: int
     pixel_bytes: int
     """Kept by server and engine while a request is open."""
@@ -72,7 +72,7 @@ def parse_image_count_and_size(text: str) -> ImageCountAndSize:
 
 
 def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
-    """May fetch processor files. Raises ConfigError if the model reads no images, and ModelError."""
+    """May fetch processor files. Raises ModelError, and ConfigError if the model reads no images."""
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():

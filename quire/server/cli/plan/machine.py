@@ -21,14 +21,14 @@ _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
 """Tokens per rank if ranks divide tokens on a CPU."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
-"""Tokens: most attention backends, and most based on flash-attn."""
+"""Tokens: most attention backends, and most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
     "flash3": FLASH_BLOCK_SIZE,
     "flash4": 128,
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
-"""Block sizes by requested backend."""
+"""By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
 """flash-attn's limit. It also needs 16-bit numbers and a GPU with bfloat16."""
 ENGINE_HOST_BYTES = 200 * 2**20
@@ -41,14 +41,14 @@ class Machine:
 
     name: str
     memory: int
-    """Bytes: all of a GPU's, or what is free of a CPU machine's."""
+    """Bytes: all of a GPU's, or the free memory of a CPU machine."""
     gpu: bool
     bandwidth: float | None = None
     """Bytes per second; None: unknown."""
     flops: float | None = None
     """16-bit operations per second; None: unknown."""
     measured: bool = False
-    """Otherwise bandwidth and flops are the maker's figures."""
+    """If False, bandwidth and flops are the maker's figures."""
     bf16: bool = True
     compresses_weights: bool = False
     """CPU kernels compress bfloat16 linear layers to 12 bits."""
@@ -56,13 +56,11 @@ class Machine:
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """Number of replicas on one machine, each with `count` devices."""
+    """On one machine, each with `count` devices."""
     visible_gpus: VisibleGPUs | None = None
-    """Of this machine; None: another machine's, or unknown."""
+    """None: another machine's, or unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
-    """Of each replica."""
     nodes: int = 1
-    """Machines over which the devices are spread."""
 
     @property
     def devices_per_memory(self) -> int:
@@ -99,7 +97,7 @@ class Machine:
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Per device, by the engine's own rule. `step_bytes`: of the largest step on a GPU."""
+        """Per device, by the engine's own rule. `step_bytes`: the largest step on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -123,7 +121,7 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """By table name or driver name, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
+    """`name`: from the table or the driver, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -156,9 +154,9 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A replica has a GPU per rank or stage. A CPU machine is divided into equal parts, one per process, because these
-    share its memory and cores. Raises ConfigError for combinations that are not supported or do not divide, and for
-    more GPUs than this machine has.
+    """A replica has a GPU per rank or stage. A CPU machine is divided into equal parts, one per process, because
+    processes share its memory and cores. Raises ConfigError for combinations that are unsupported or do not divide, and
+    for more GPUs than this machine has.
     """
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"

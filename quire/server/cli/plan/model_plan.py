@@ -87,7 +87,7 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 def find_smallest_gpu(
     sizes: ModelSizes, request: PlanRequest, stored: CheckpointSize | None, at_least: int = 1
 ) -> Machine | None:
-    """By memory; several GPUs if needed. None if none fits."""
+    """By memory; several GPUs if needed."""
     cards = sorted(read_gpu_table().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
     for count in (each for each in _DEVICE_COUNTS if each >= at_least):
         for card in cards:
@@ -100,7 +100,7 @@ def find_smallest_gpu(
 def find_fitting_quantization(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
 ) -> str | None:
-    """The one that changes the model least; None if none fits."""
+    """The one that changes the model least."""
     config = request.config
     if config.online_quantization is not None or sizes.quantization or sizes.num_experts:
         return None

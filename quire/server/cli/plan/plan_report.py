@@ -16,7 +16,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
-"""Tokens of context for the speed of a single stream."""
+"""Tokens of context for a single stream's speed."""
 
 
 def format_report(
@@ -351,7 +351,7 @@ _ROUNDING_MIB = 4
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # whole MiB that add up: rounding goes into the estimate of the largest step or of Quire itself
+    # whole MiB that add up: the rounding difference goes to the largest step or to Quire itself
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)

@@ -22,23 +22,23 @@ _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayersPlan:
-    """Figures are per device."""
+    """Per device."""
 
     num_layers: int = 0
     num_streamed: int = 0
     from_disk: bool = False
     offloaded_bytes: int = 0
-    """Bytes on disk or in host memory."""
+    """On disk or in host memory."""
     read_bytes: int = 0
     """Per step."""
     saved_bytes: int = 0
     """Device memory that is not needed."""
     problem: str | None = None
-    """Why layers cannot be streamed as asked; None if they can."""
+    """Why layers cannot be streamed as requested."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """Returns the limit that reading sets. For a disk, it is per GB/s."""
+        """Limit set by reading; for a disk, per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

@@ -26,7 +26,7 @@ def total_and_device_weight_bytes(
     *,
     in_8_bits: bool,
 ) -> tuple[int, int]:
-    """(all weights as read, a device's as stored). `in_8_bits`: the embedding too."""
+    """(all weights as read, one device's as stored). `in_8_bits`: the embedding too."""
     width = DTYPE_BYTES[dtype]
     weights = (
         _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
@@ -53,7 +53,7 @@ def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype
 
 
 def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
-    """Quantized linear layers take their own number of bits."""
+    """Quantized linear layers have their own number of bits."""
     return round(sizes.num_parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
@@ -75,7 +75,7 @@ def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits:
 
 
 def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """Bytes of one token in the KV blocks of all layers."""
+    """One token in the KV blocks of all layers."""
     width = DTYPE_BYTES[dtype]
     kv_width = width if kv_cache_dtype == "auto" else DTYPE_BYTES.get(kv_cache_dtype, 1)
     scale_bytes = KV_CODE_SCALE_BYTES.get(kv_cache_dtype, 0)
@@ -83,7 +83,7 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """(model, KV) dtypes as worker/device_plan.py chooses them here; KV stays "auto" if it is the model's."""
+    """(model, KV) dtypes that worker/device_plan.py chooses here; KV stays "auto" if it is the model's."""
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

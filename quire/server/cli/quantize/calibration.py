@@ -17,13 +17,13 @@ from quire.server.resolve.parse import validate_body
 MAX_SAMPLE_TOKENS = 512
 """Per piece of text."""
 MAX_TOTAL_TOKENS = 16_384
-"""More changes little: only each input's maximum counts, and large inputs are large everywhere."""
+"""More tokens change little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
 """Longest text; enough for MAX_TOTAL_TOKENS."""
 
 
 class _SampleLine(msgspec.Struct):
-    """A line of a JSONL file; one of the fields is set."""
+    """A line of a JSONL file, with one field set."""
 
     text: str | None = None
     prompt: str | None = None
@@ -31,8 +31,8 @@ class _SampleLine(msgspec.Struct):
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Each line's beginning of a .jsonl file, or all of another text. Raises ConfigError for an unreadable or empty
-    file.
+    """The beginning of each line of a .jsonl file, or all of another text. Raises ConfigError for an unreadable or
+    empty file.
     """
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:

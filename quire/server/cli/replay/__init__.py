@@ -47,7 +47,7 @@ RECEIPT_SETTINGS = (
     "rope_context",
     "tensor_parallel_size",
 )
-"""The first receipt's, unless given."""
+"""Taken from the first receipt, unless given as flags."""
 MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
@@ -70,7 +70,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> int:
-    """Returns the exit status."""
     counts: Counter[str] = Counter()
     tokens, last_warning = 0, ""
     async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessClient):
@@ -105,7 +104,7 @@ def escape_unprintable(text: str) -> str:
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
-    """Raises what starting the engine raises, InvalidRequest for unreadable adapters and images, and EngineError."""
+    """Raises errors of the engine's start, InvalidRequest for unreadable adapters and images, and EngineError."""
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -161,7 +160,7 @@ def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
-    """JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
+    """Read JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
             first = lines.readline()
@@ -206,7 +205,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
 
 
 def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
-    """Hexadecimal digests. Raises ConfigError and InvalidRequest."""
+    """Digests are hexadecimal. Raises ConfigError and InvalidRequest."""
     if not files:
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()

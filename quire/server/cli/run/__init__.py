@@ -43,7 +43,7 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Most characters of a failure's message that the final report shows."""
+"""Of a failure's message in the final report."""
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
 """After 429 or 503."""
@@ -61,7 +61,7 @@ class RequestTally:
     num_refused: int = 0
     """Failures that a retry would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
-    """Number of requests that had each parameter without effect."""
+    """Number of requests with each parameter that has no effect."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
@@ -69,7 +69,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """Refused, not for lack of capacity or time."""
+    """Refused, but not for lack of capacity or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -92,8 +92,8 @@ def trim_output_and_read_finished_ids(
 ) -> tuple[set[str], set[str]]:
     """Return answered and permanently refused custom_ids.
 
-    Removes failures of `requested` ids (permanent ones only with `retry_refused`) and an incomplete last line. Raises
-    ConfigError and leaves the file unchanged if it is not an output of this command.
+    Removes an incomplete last line, and failures of `requested` ids (permanent ones only with `retry_refused`). Raises
+    ConfigError, and leaves the file unchanged, if it is not an output of this command.
     """
     done: set[str] = set()
     refused: set[str] = set()
@@ -118,7 +118,7 @@ def trim_output_and_read_finished_ids(
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in retried or not is_failure(it))
             new.flush()
-            os.fsync(new.fileno())  # on disk before it replaces the old file
+            os.fsync(new.fileno())  # sync before replacing the old file
         shutil.copymode(path, part)
         part.replace(path)
     return done, refused
@@ -308,9 +308,7 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Raises ConfigError if the output has results without --resume, or is not writable, so that this is noticed at the
-    start.
-    """
+    """Raises ConfigError at the start if the output is not writable, or has results without --resume."""
     output: Path = args.output
     if str(output) == "-":
         return set(), set()
@@ -336,7 +334,7 @@ async def start_engine_and_answer_requests(
     tally: RequestTally,
     duplicates: Collection[int],
 ) -> None:
-    """The application is called without a socket."""
+    """Call the application without a socket."""
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with closing(ResultFile(output)) as out:

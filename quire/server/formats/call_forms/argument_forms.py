@@ -32,7 +32,7 @@ class ArgumentsForm(ABC):
         return ()
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
-        """Return whether arguments may begin here; skip whitespace before them."""
+        """Return True if arguments may begin here; skip whitespace before them."""
         return True
         yield
 
@@ -45,7 +45,7 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
-        """The expressions of arguments that fit the tool's schema, as the template writes them."""
+        """Match arguments that fit the tool's schema, as the template writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class LiteralArguments(ArgumentsForm):
 
 
 def schema_with_sorted_properties(schema: Any) -> Any:
-    """Sorts the properties of nested schemas too."""
+    """Nested schemas too."""
     if isinstance(schema, Mapping):
         ordered = {name: schema_with_sorted_properties(value) for name, value in schema.items()}
         if isinstance(ordered.get("properties"), dict):
@@ -186,7 +186,7 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
-    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
+    """Stream the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

@@ -80,7 +80,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Text may merely mention an `unwrapped` head, so the name must be a tool's, and arguments must follow."""
+        """Text may merely mention an `unwrapped` head, so a tool's name and arguments must follow it."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source
@@ -114,7 +114,7 @@ class CallFormReader:
         return True
 
     def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
-        """None if something else comes."""
+        """Return None if something else comes."""
         source = self._source
         slot_values: dict[str, str] = {}
         pieces = SLOT_PATTERN.split(head)
@@ -131,7 +131,7 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """None if the literal after the slot does not come."""
+        """Return None if the literal after the slot is missing."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:
@@ -139,14 +139,14 @@ class CallFormReader:
         follows = follows or form.texts_after_head_slot
         yield from source.peek_non_space_character()
         source.take_text(len(source.text) - len(source.text.lstrip()))
-        read = yield from source.take_through_first_literal((*follows, "{"))  # no name has a brace
+        read = yield from source.take_through_first_literal((*follows, "{"))  # no name contains a brace
         if read is None or read[1] not in follows:
             return None
         source.give_back(read[1])
         return read[0].strip()
 
     def _skip_literal(self, literal: str) -> ParserSteps[None]:
-        """Skips as much of the literal as is there."""
+        """Skip as much of the literal as is there."""
         source = self._source
         for piece in SLOT_PATTERN.split(literal):
             if piece in (ID_SLOT, INDEX_SLOT):
@@ -156,7 +156,7 @@ class CallFormReader:
 
 
 def _may_be_tool_name(source: TextSource, tools: ToolsByName) -> ParserSteps[bool]:
-    """Other text is not held back."""
+    """False: the text need not be held back."""
     while True:
         text = source.text.lstrip()
         if any(text.startswith(name) for name in tools):

@@ -9,7 +9,7 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""A marker that matches is hardly ordinary text: it contains a tag, the start of one, or capitals and a bracket."""
+"""Matches markers that are hardly ordinary text: a tag, the start of one, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
 """Such as `<function=` or `<invoke name="`."""
@@ -22,30 +22,30 @@ class CallFormTexts:
     begin: str
     """Before the first call."""
     head: str
-    """Text from the start of each call to its arguments."""
+    """From the start of each call to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """Text from the arguments to the end of each call."""
+    """From the arguments to the end of each call."""
     between: str
     end: str
     """After the last call."""
     allows_many: bool = True
     """False: the template shows one call per turn."""
     prompt_head: str = ""
-    """Part of the first head that the prompt ends with."""
+    """Part of the first head, with which the prompt ends."""
     turn_end: str = ""
-    """The model may write it, or stop before it."""
+    """The model may write it or stop before it."""
     json_keys: JsonCallKeys | None = None
     """Set if a call is a JSON object that holds its name and arguments."""
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
-    """Only the id has the name: `functions.name:0`."""
+    """The name is only in the id: `functions.name:0`."""
     short_ids: bool = False
     """The template refuses ids other than nine letters and digits."""
     first_index: int = 0
     unwrapped_heads: tuple[str, ...] = ()
-    """Without the surrounding tag, which models forget. Read only before a tool's name."""
+    """Heads without the surrounding tag, which models forget. Read only before a tool's name."""
     other_heads: tuple[str, ...] = ()
     """Read, but not allowed by grammars."""
 
@@ -70,13 +70,13 @@ class CallFormTexts:
 
     @cached_property
     def has_distinct_marker(self) -> bool:
-        """False: text could match, so names must be tools'."""
+        """If False, ordinary text could match, so names must be tools'."""
         marker = marker_prefix(self.opening_after_prompt)
         return DISTINCT_MARK.search(marker) is not None or (self.json_keys is not None and num_letters(marker) > 4)
 
 
 def marker_prefix(literal: str) -> str:
-    """The leading tag with the word that follows it, or the text up to the first white space or slot."""
+    """The leading tag with the word after it, or the text up to the first whitespace or slot."""
     joined = SLOT_PATTERN.split(literal)[0].strip()
     if (group := re.match(TAG_START, joined)) is not None:
         return group[0]

@@ -1,4 +1,4 @@
-"""Values written as elements, as by MiniMax M3: <key>…</key> in objects, <item>…</item> in lists."""
+"""Values written as elements, like MiniMax M3's: <key>…</key> in objects, <item>…</item> in lists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any
 
 
 def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
-    """None if the text does not consist of elements."""
+    """None if the text is not made of elements."""
     begin = re.compile(rf"\s*{re.escape(before)}([^<>/\s]+)>")
     children: list[tuple[str, str]] = []
     place = 0
@@ -49,7 +49,7 @@ def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
 
 
 def _find_closing_tag(written: str, begin: str, close: str, start: int) -> int:
-    """-1 if it does not close."""
+    """-1 if it is missing."""
     depth, place = 1, start
     while True:
         end = written.find(close, place)

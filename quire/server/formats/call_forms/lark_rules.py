@@ -15,7 +15,7 @@ from quire.server.formats.tools.lark_calls import ordered_optional_items_express
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
 JSON_STRING_QUOTE = '\\"'
-"""Quote of JSON within a JSON string."""
+"""Quote of JSON inside a JSON string."""
 MAX_DEPTH = 12
 NUMBER_REGEX = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
@@ -27,7 +27,7 @@ class LiteralSpelling:
     null: str = "null"
     json_lists: bool = True
     json_objects: bool = True
-    """Objects, with all values in them, are written as JSON."""
+    """Objects, and all values in them, are written as JSON."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class LarkRules:
 
     def split_literal(self, literal: str) -> list[str]:
         """Split a literal into special tokens, texts, and each text's leading whitespace. llguidance takes the longest
-        matching word and does not backtrack, so no word may be a prefix of another at one place.
+        matching word and does not backtrack, so at any one place no word may be a prefix of another.
         """
         expressions = []
         for piece in self.literal_parts(literal):
@@ -51,15 +51,15 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """Returns the rule's name; equal rules share one. `head`: the rule's options, such as `[suffix="…"]`."""
+        """Return the rule's name; equal rules share one. `head`: the rule's options, such as `[suffix="…"]`."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Match any text, or a match of `pattern`, up to `end`. As in the parsers, the end's first tag ends the text,
-        whatever the whitespace.
+        """Match any text, or a match of `pattern`, up to `end`. As in the parsers, the first tag of `end` ends the
+        text, whatever the whitespace.
         """
         if pattern is not None:
             return self._pattern_then_end_expression(end, pattern)
@@ -78,7 +78,7 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Whitespace before the end's first tag is required: parsers remove no more than that."""
+        """Require the whitespace before the first tag of `end`: parsers remove no more than that."""
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
         first, *more = self.literal_parts(core)
@@ -172,7 +172,7 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """Refers to a recursive rule, or to JSON's rule if the template writes lists and objects as JSON."""
+        """Refer to a recursive rule, or to JSON's rule if the template writes lists and objects as JSON."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
@@ -188,7 +188,7 @@ class LiteralRuleWriter:
         )
 
     def string_expression(self, schema: Any = None) -> str:
-        """Patterns are ignored in nested strings, and in JSON quotes without escapes."""
+        """Ignore patterns in nested strings, and in JSON quotes without escapes."""
         if self.quote == JSON_STRING_QUOTE:
             return r"""/\\"([^"\\\x00-\x1f]|\\\\(\\"|\\\\|[bfnrt\/]))*\\"/"""
         pattern = schema_pattern(schema)

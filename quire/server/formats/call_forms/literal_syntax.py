@@ -17,17 +17,17 @@ SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 class UnreadableLiteral(Exception):
-    """The text is no literal."""
+    """The text is not a literal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
     quote: str = '"'
-    """Strings in " or ' are read too."""
+    """Strings in " or ' are also read."""
     raw: bool = False
     """Quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
-    """Must follow a raw string that may contain its own quote."""
+    """Must follow a raw string, which may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
         """Raises UnreadableLiteral."""
@@ -71,7 +71,7 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Decides by the text after the quote of a raw string; waits for up to 80 characters."""
+        """Decide by the text after a raw string's quote; wait for up to 80 characters."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None
@@ -117,7 +117,7 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
-    """A number, a constant, or a bare word, which becomes a string."""
+    """Read a number, a constant, or a bare word, which becomes a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)
@@ -143,7 +143,7 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 
 def unescape_literal(text: str) -> str:
-    """Replaces the escapes of Python and JSON."""
+    """Replace the escapes of Python and JSON."""
     text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 

@@ -20,7 +20,7 @@ def is_string_only(variants: list[TypeVariant]) -> bool:
 
 
 def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> bool:
-    """True if the complete value may be something other than a string."""
+    """True if the complete value may not be a string."""
     kinds = {variant.numeric_merged_type for variant in variants}
     if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True
@@ -34,7 +34,7 @@ def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpe
 
 def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> str:
     """If the schema allows strings, a text is another value only if the template would write an allowed value exactly
-    so. Otherwise it is a string only if it is no literal of JSON or Python.
+    like that. Otherwise it is a string only if it is not a literal of JSON or Python.
     """
     kinds = {variant.numeric_merged_type for variant in variants}
     if "string" in kinds and ANY_TYPE not in kinds:
@@ -68,7 +68,7 @@ def _json_constant_by_spelling(spelling: LiteralSpelling) -> dict[str, str]:
 def _literal_to_json_or_none(
     written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
-    """Python literals count with `python`, or if the template writes lists or objects so."""
+    """Python literals count with `python`, or if the template writes lists or objects as such."""
     if written in constants:
         return constants[written]
     try:

@@ -18,8 +18,8 @@ def schema_pattern(schema: Any) -> str | None:
 
 
 def full_match_pattern(pattern: str) -> str:
-    """Convert JSON schema's search semantics to a full match. Anchors inside an alternative stay, for the grammar
-    compiler to refuse.
+    """Convert JSON schema's search semantics to a full match. Anchors inside an alternative stay; the grammar compiler
+    refuses them.
     """
     alternatives, depth = [""], 0
     for part in REGEX_PART.findall(pattern):
@@ -32,7 +32,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """A matching text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
+    """Match a text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body
@@ -49,5 +49,5 @@ def _anchor_alternative(alternative: str) -> str:
 
 
 def _escape_for_lark(expression: str) -> str:
-    """Escapes an expression that will be between slashes."""
+    """For an expression between slashes."""
     return LARK_SPECIAL.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), expression)

@@ -18,7 +18,7 @@ ATOM = re.compile(
 TAG = re.compile(r"<[^<>\s\ue000-\ue004]+>|\[/?[A-Z_]+\]")
 
 TAG_GROUP = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern}))?"
-"""A tag, or a word between two: </think>, <|close|>think<|sep|>."""
+"""A tag, or two tags with a word between them: </think>, <|close|>think<|sep|>."""
 
 
 TAG_START = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern})?)?"

@@ -29,7 +29,7 @@ VALID_KEY = re.compile(r"[^\s<>\"'=/][^<>\"'\n]*")
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments(ArgumentsForm):
-    """Keys and values between tags: plain strings, other values as JSON or Python literals."""
+    """Keys and values between tags: strings are plain, other values are JSON or Python literals."""
 
     before_key: str
     infixes: Mapping[str, str]
@@ -44,9 +44,7 @@ class TaggedArguments(ArgumentsForm):
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Used if lists and objects are written as elements: `element_prefix` comes before element names, and `item_name`
-    is the name of list elements.
-    """
+    """Name of list elements, if lists and objects are written as elements; element names follow `element_prefix`."""
 
     @property
     def example(self) -> str:
@@ -79,7 +77,7 @@ class TaggedArguments(ArgumentsForm):
                 return False
             end = self.end.replace(KEY_SLOT, key).strip()
             while end and (yield from source.take_after_space(end)):
-                pass  # some models repeat it
+                pass  # some models repeat the text
         sink.add_arguments("}")
         return True
 
@@ -95,7 +93,7 @@ class TaggedArguments(ArgumentsForm):
 
 
 def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
-    """Some models forget tags, so any of the tail's tags counts."""
+    """Any of the tail's tags counts, because some models forget tags."""
     for mark in TAG.findall(tail) or [tail]:
         if (yield from is_literal_next(source, mark)):
             return True
@@ -128,7 +126,7 @@ def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> Parse
 def _stream_value(
     form: TaggedArguments, source: TextSource, sink: ToolCallSink, key: str, node: SchemaNode, kind: str
 ) -> ParserSteps[bool]:
-    """`kind` is "string" or "other" if the text determines it. False if the value does not end."""
+    """`kind` is "string" or "other" if the text determines it. False: the value does not end."""
     end = form.end.replace(KEY_SLOT, key)
     core = end.strip()
     space = end[: len(end) - len(end.lstrip())]
@@ -164,7 +162,7 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
-    """Stops at the first of `ends` and takes it too. Returns False if the text closes without one."""
+    """Stop at the first of `ends`, and consume it. False: the text closes without one."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -191,7 +189,7 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """Consumes `end`. Each `begin` on the way skips one more end."""
+    """Consume `end`. Each `begin` on the way skips one more end."""
     start = 0
     while True:
         place = source.text.find(end, start)
@@ -206,7 +204,7 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 
 
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
-    """True if the value may not be a string. The last characters of `begun` may be the start of an end."""
+    """True if the value may not be a string. `begun` may end with the start of one of `ends`."""
     return bool(form.item_name) or may_be_literal(
         begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )

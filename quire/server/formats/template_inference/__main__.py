@@ -1,6 +1,4 @@
-"""`python -m quire.server.formats.template_inference FILE.jinja ...` prints what is inferred from chat templates as a
-table.
-"""
+"""`python -m quire.server.formats.template_inference FILE.jinja ...` prints a table of what chat templates reveal."""
 
 from __future__ import annotations
 

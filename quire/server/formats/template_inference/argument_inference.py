@@ -51,7 +51,7 @@ class ArgumentsRegion:
 class EntryLayout:
     before_key: str
     infixes: dict[str, str]
-    """Text between a key and its value, by the value's type."""
+    """Text between key and value, by the value's type."""
     ends: dict[str, str]
     """Text after a value, by its type."""
     separator: str
@@ -60,7 +60,7 @@ class EntryLayout:
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
-    """Compares a call without arguments to one with two. Raises TemplateInferenceError if arguments are missing."""
+    """Compare a call without arguments to one with two. Raises TemplateInferenceError if arguments are missing."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix_by_atoms(empty, full)
@@ -107,7 +107,7 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
 
 
 def _texts_around_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
-    """Texts before the first key, between a key and its value, after the first value, and after the second."""
+    """Texts before the first key, between key and value, after the first value, and after the second."""
     places = [full.index(one) for one in (key, value, key2, value2)]
     if places != sorted(places):
         raise TemplateInferenceError("its arguments are in no order that is known here")

@@ -106,7 +106,7 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """The head without the tag around the call or around all calls. Empty if no tag with a name remains."""
+    """The head without the tag around one call or all calls. Empty if no tag with a name remains."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
@@ -188,7 +188,7 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
-    """Tests single calls only."""
+    """Test single calls only."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()
@@ -208,7 +208,6 @@ def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm)
 def _find_mismatch(
     format: ToolFormat, prober: TemplateProber, turn: AssistantTurnForm, calls: Sequence[ProbeCall]
 ) -> str | None:
-    """None if all calls are read back."""
     tools = {
         name: Tool(name, {"type": "object", "properties": VERIFICATION_PROPERTIES}) for name in ("get_it", "set-x")
     }

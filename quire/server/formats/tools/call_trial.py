@@ -18,7 +18,7 @@ class CallTrial:
         """Characters before the failed or next piece."""
 
     def parse_calls_up_to(self, text: str, count: int) -> int:
-        """Read at most `count` characters of the unread `text`. Return how many were read."""
+        """Read at most `count` characters of the unread `text`; return how many."""
         begin = self.num_read
         while not self.has_failed and (piece := PIECE.match(text, self.num_read - begin, count)) is not None:
             self._try_piece(piece[0])

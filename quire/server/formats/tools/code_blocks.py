@@ -1,7 +1,6 @@
-"""Calls in code blocks, which small models write although they are told otherwise.
+"""Calls in code blocks, which small models write although the template tells them otherwise.
 
-Example: the template of Qwen2.5-Coder 1.5B shows <tool_call>, but the model writes
-```json {"name": ..., "arguments": {...}} ```.
+Example: Qwen2.5-Coder 1.5B's template shows <tool_call>, but it writes ```json {"name": ..., "arguments": {...}} ```.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class CodeBlockReader:
     def read_fenced_calls(
         self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
     ) -> ParserSteps[bool]:
-        """`before`: text before the fence. False if it is no call."""
+        """`before`: text before the fence. False: it is not a call."""
         if before.rpartition("\n")[2].strip():
             return False  # within a line
         if self._is_inside:
@@ -62,7 +61,7 @@ class CodeBlockReader:
 
 
 def _skip_to_another_call(source: TextSource) -> ParserSteps[bool]:
-    """Skips a comma or semicolon. True if another object follows in the block."""
+    """Skip a comma or semicolon. True if another object follows in the block."""
     for between in (",", ";"):
         yield from source.take_after_space(between)
     return (yield from source.peek_non_space_character()) == "{"

@@ -23,11 +23,11 @@ class JsonCallKeys:
     arguments: str = "arguments"
     other_keys: tuple[str, ...] = ("type", "id")
     inner_key: str = ""
-    """Key of a nested object with name and arguments."""
+    """Key of a nested object that holds name and arguments."""
 
     @property
     def possible_first_keys(self) -> frozenset[str]:
-        """Objects that begin with another key are content, and are not held back."""
+        """An object that begins with another key is content, and is not held back."""
         return frozenset(
             {self.name, self.arguments, "name", "arguments", "parameters", *self.other_keys, self.inner_key}
         )
@@ -46,7 +46,7 @@ class JsonCallKeys:
 
     @property
     def arguments_depth(self) -> int:
-        """Open objects once arguments begin."""
+        """Objects that are open where arguments begin."""
         return 3 if self.inner_key else 2
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ def read_json_call(
 
 
 def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
-    """Takes the text after the arguments up to the end of the call. `depth`: number of open objects."""
+    """Consume the text from the arguments to the end of the call. `depth`: number of open objects."""
     scanner = BracketScanner("{" * depth)
     while True:
         source.take_text(scanner.scan(source.text))
@@ -176,7 +176,7 @@ def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
 def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
-    """Handles other key orders, and arguments in a string. Waits for the whole call."""
+    """Handle other key orders, and arguments in a string. Waits for the whole call."""
     reader = JsonRepairer()
     position = 0
     written = ""

@@ -10,7 +10,7 @@ from typing import Literal
 
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
-"""Text in strings that needs no change, by the closing quote."""
+"""String text that needs no change, by closing quote."""
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
@@ -37,13 +37,13 @@ class JsonRepairer:
     def __init__(self) -> None:
         self._open_closers: list[str] = []
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
-        """Counts of `_open_closers`: there may be many stray brackets."""
+        """How often each bracket is in `_open_closers`. Counted because there may be many stray brackets."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         """"end": a comma or a closing bracket."""
         self._is_first = True
-        """The open object or list is still empty, or a comma waits for what follows it."""
+        """The open object or list is empty, or a comma waits for what follows it."""
         self._pending_comma = ""
-        """With the white space after it. It is written only if something follows."""
+        """Includes the whitespace after it. Written only if something follows."""
         self._quote = ""
         self.is_done = False
         self.is_broken = False
@@ -155,7 +155,7 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
-        """True if a key must follow. An object or list is no key."""
+        """True if a key must follow. Objects and lists are not keys."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:

@@ -18,7 +18,7 @@ HERMES = CallForm(
     end="",
     json_keys=DEFAULT_KEYS,
 )
-"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo; also described to models without tools in their template."""
+"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo. Also described to models that have no tools in their template."""
 
 MISTRAL = CallForm(
     begin="[TOOL_CALLS][",

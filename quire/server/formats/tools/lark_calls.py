@@ -20,7 +20,7 @@ def lark_calls_grammar(
     after: Sequence[str] = (),
     must: bool = True,
 ) -> str:
-    """Unless calls `must` be made, text is allowed that does not begin with the regular expression `unlike`."""
+    """Unless calls `must` be made, also allow text that does not begin with the regular expression `unlike`."""
     more = ["(", *between, "call", ")*"] if many else []
     whole = " ".join([*before, "call", *more, *after])
     rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
@@ -34,8 +34,8 @@ def quote_lark_string(literal: str) -> str:
 
 
 def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
-    """`in_words` splits it like %json: llguidance takes the longest word and does not backtrack, so a longer word would
-    hide another object with the same start.
+    """`in_words` splits the call like %json: llguidance takes the longest word and does not backtrack, so a longer word
+    would hide another object with the same start.
     """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
     return [

@@ -35,7 +35,7 @@ class LlamaJsonFormat(ToolFormat):
         return True
 
     def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-        """Accepts a semicolon, a comma, white space or a marker before the call. Takes nothing if there is no call."""
+        """Accept a semicolon, a comma, whitespace or a marker before the call. Consume nothing if there is no call."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)

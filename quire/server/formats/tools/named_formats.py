@@ -19,7 +19,7 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""Templates of models with Python calls; LFM2's show no calls."""
+"""From templates of models with Python calls; LFM2's show no calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-"""The first row that matches a template is used, so a more specific format comes before a general one."""
+"""The first row that matches a template is used, so specific formats come before general ones."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:
-    """The choice "auto" goes by the template; "none" returns None."""
+    """ "auto" goes by the template; "none" returns None."""
     for row in TOOL_FORMATS:
         if row.matches_template(template) if choice == "auto" else row.name == choice:
             return row.format

@@ -13,7 +13,7 @@ ParserSteps = Generator[None, None, Result]
 """A parser that yields if it needs more text, and finally returns a Result."""
 
 MAX_TOOL_NAME_LENGTH = 256
-"""Characters held back at most for a name and its surroundings."""
+"""Characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
 """Whitespace within a call's marks. More is a model's repetition, and would be read again with each piece."""
 
@@ -24,12 +24,11 @@ class TextSource:
     def __init__(self) -> None:
         self.text = ""
         self.is_closed = False
-        """No more text will come."""
         self.is_ended_by_model = False
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
-        """`final`: no more text will come. Returns True if the parser has ended."""
+        """`final`: no more text will come. Return True if the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:
@@ -41,7 +40,7 @@ class TextSource:
 
     @property
     def taken_text(self) -> str:
-        """Since `reset_taken`. It becomes content if it was no call."""
+        """Taken since `reset_taken`. It becomes content if it was not a call."""
         return "".join(self._taken_pieces)
 
     def take_text(self, count: int) -> str:
@@ -50,7 +49,7 @@ class TextSource:
         return taken
 
     def give_back(self, text: str) -> None:
-        """`text` is the end of what was taken."""
+        """`text` is the end of the taken text."""
         self.text = text + self.text
         self._taken_pieces[-1] = self._taken_pieces[-1].removesuffix(text)
 
@@ -59,7 +58,7 @@ class TextSource:
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:
-        """Puts back all text taken after `save_place` returned `place`."""
+        """Put back all text taken after `save_place` returned `place`."""
         self.text = "".join(self._taken_pieces[place:]) + self.text
         del self._taken_pieces[place:]
 
@@ -76,7 +75,7 @@ class TextSource:
             yield
 
     def take_exactly(self, literal: str) -> ParserSteps[bool]:
-        """Takes `literal` if it comes next, without white space before it."""
+        """Take `literal` if it comes next, without whitespace before it."""
         while not self.is_closed and len(self.text) < len(literal) and literal.startswith(self.text):
             yield
         is_there = self.text.startswith(literal)
@@ -138,7 +137,7 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
-    """Characters at the end that may begin a literal."""
+    """Number of characters at the end that may begin a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

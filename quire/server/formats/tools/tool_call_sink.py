@@ -11,7 +11,7 @@ class ToolCallDelta:
     """Id and name of a new call, or a piece of arguments."""
 
     index: int
-    """Counted from 0 within the message."""
+    """Counted from 0 in the message."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None
@@ -46,7 +46,7 @@ class ToolCallSink:
             self._content.append(shown)
 
     def open_call(self, name: str, id: str = "") -> None:
-        """`id` is the model's, replaced if not unique."""
+        """`id` is the model's; it is replaced if not unique."""
         self._pending_space = ""
         self._arguments = []
         self.last_complete = False

@@ -24,7 +24,7 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Writes a Lark literal: special tokens of the vocabulary as tokens, the rest as text."""
+"""Writes a Lark literal: special tokens as tokens, the rest as text."""
 
 
 class ToolFormat(ABC):
@@ -33,11 +33,11 @@ class ToolFormat(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that start calls. The parser gets them even if they are special tokens."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
-    """Models also mention these in text: they count only at the start of a line, outside code blocks."""
+    """Models also mention these in text, so they count only at the start of a line, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and after calls."""
     bare: ClassVar[str] = ""
-    """Start of an answer that is calls without a marker; empty if there is always one."""
+    """Start of an answer that is calls without a marker; empty if there is always a marker."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
     """A call, for prompts that explain the format in words."""
 
@@ -49,7 +49,7 @@ class ToolFormat(ABC):
     def parse_answer(
         self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, *, in_blocks: bool = False
     ) -> ParserSteps[None]:
-        """Text left in the source is content. in_blocks: read calls in code blocks too."""
+        """Text left in the source is content. `in_blocks`: also read calls in code blocks."""
         if self.bare and (yield from source.peek_non_space_character()) == self.bare:
             source.reset_taken("")
             if not (yield from self.read_calls(source, sink, tools, "")):
@@ -78,7 +78,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
-        """Read after a marker. False makes all text taken since the marker content."""
+        """Read after a marker. False: all text taken since the marker is content."""
 
     @abstractmethod
     def build_calls_grammar(
@@ -96,7 +96,7 @@ class ToolFormat(ABC):
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
-    """None at the end of the text."""
+    """None: the text ended."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:

@@ -23,7 +23,6 @@ class AnswerWriter(ABC):
         self._fingerprint = request.system_fingerprint(fingerprint)
 
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    """Media type of streams."""
     _usage: Usage | None = None
     weights_version: str = ""
     """Weights of the last token; set before each step and the end."""
@@ -37,7 +36,7 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """Returns a field for `encode_with_raw_fields`."""
+        """For `encode_with_raw_fields`."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
@@ -46,7 +45,7 @@ class AnswerWriter(ABC):
 
     @property
     def keeps_logprobs_until_end(self) -> bool:
-        """The last events of a stream repeat its log probabilities."""
+        """True if a stream's last events repeat its log probabilities."""
         return False
 
     def first_events(self) -> bytes:
@@ -58,9 +57,7 @@ class AnswerWriter(ABC):
         """Write one step."""
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Bytes format with one %b, the text's JSON, for steps that add only text; None if there is none. The same for
-        all steps.
-        """
+        """Bytes format with one %b, the text's JSON, for all steps that add only text; None if there is none."""
         return None
 
     @abstractmethod
@@ -116,7 +113,7 @@ class OutputPartWriter(AnswerWriter):
 
     @abstractmethod
     def part_start_events(self, part: OutputPart) -> bytes:
-        """`_open_part` is `part` already."""
+        """`_open_part` is already `part`."""
 
     @abstractmethod
     def part_delta_events(self, part: OutputPart, piece: str) -> bytes:

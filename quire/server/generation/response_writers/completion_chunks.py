@@ -1,5 +1,3 @@
-"""Answers of /v1/completions and /v1/chat/completions."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -21,23 +19,23 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 
 
 class ChunkWriter(AnswerWriter):
-    """Constant parts are encoded once."""
+    """Encodes constant parts once."""
 
     OBJECT_TYPE: ClassVar[str]
     BEFORE_TEXT: ClassVar[bytes]
-    """Start of a choice with null token ids; %d is its index."""
+    """Start of a choice with null token ids; %d is the index."""
     TEXT_KEY: ClassVar[bytes]
     """Omitted if a choice has no text."""
     AFTER_TEXT: ClassVar[bytes]
     """Closes the object that holds the text."""
     UNFINISHED_FIELDS: ClassVar[bytes]
-    """Follows AFTER_TEXT without log probabilities and finish reason."""
+    """Follows AFTER_TEXT if there are no log probabilities and no finish reason."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._chunk_head = self._event_head()
         self._choice_heads: dict[int, bytes] = {}
-        """Start of chunks up to the text, by choice."""
+        """By choice: a chunk's start, up to the text."""
         self._set_chunk_end(b'}],"usage":null}' + EVENT_END if request.include_usage else b"}]}" + EVENT_END)
 
     def _common_fields(self, kind: str) -> dict[str, object]:
@@ -85,7 +83,7 @@ class ChunkWriter(AnswerWriter):
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]: ...
 
     def _choice_head(self, index: int) -> bytes:
-        """Up to the text, without token ids."""
+        """Ends before the text; has no token ids."""
         opening = self._choice_heads.get(index)
         if opening is None:
             opening = self._choice_heads[index] = self._chunk_head + self.BEFORE_TEXT % index
@@ -132,7 +130,7 @@ class ChunkWriter(AnswerWriter):
         return counts if usage.metrics is None else counts | {"metrics": usage.metrics}
 
     def _prompt_fields(self, answer: CollectedChoice) -> dict[str, object]:
-        """Null unless requested: vLLM's clients read these fields anyway."""
+        """Null unless requested, because vLLM's clients always read these fields."""
         logprobs = answer.prompt_logprobs
         return {
             "prompt_token_ids": answer.prompt_ids,
@@ -176,10 +174,10 @@ class ChatWriter(ChunkWriter):
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
-        """Index and input decoder of each choice's open custom tool call."""
+        """By choice: index and input decoder of its open custom tool call."""
 
     def first_events(self) -> bytes:
-        """The role of each choice, and the prompt's token ids."""
+        """Each choice's role, and the prompt's token ids."""
         ids = self._request.prompts[0].ids if self._request.return_token_ids else None
         opening = self._event_head(prompt_token_ids=ids)
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
@@ -188,7 +186,7 @@ class ChatWriter(ChunkWriter):
         )
 
     def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """Reasoning, content and each call are separate events: some clients read only one per event."""
+        """Reasoning, content and each call are separate events, because some clients read only one per event."""
         calls = self._tool_call_deltas(delta) if delta.tool_calls or self._custom_inputs else []
         if delta.reasoning or delta.tool_calls or calls:
             rest = msgspec.structs.replace(delta, text="") if delta.tool_calls or calls else delta
@@ -279,7 +277,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
-    """The first delta of a call has its id and name."""
+    """Only a call's first delta has id and name."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -1,5 +1,3 @@
-"""Extracts a custom tool's input from a call's arguments, {"input": "…"}, as they arrive."""
-
 from __future__ import annotations
 
 import re
@@ -14,7 +12,9 @@ _SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Arguments of any other form pass unchanged."""
+    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive. Arguments of another form pass
+    unchanged.
+    """
 
     def __init__(self) -> None:
         self._unread = ""
@@ -50,7 +50,7 @@ class CustomInputDecoder:
                 at = escape.end()
             elif _PARTIAL_ESCAPE.match(text, at):
                 break
-            else:  # a backslash that starts no escape
+            else:  # not an escape
                 decoded.append(text[at])
                 at += 1
         self._unread = text[at:]

@@ -72,7 +72,7 @@ def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> l
 
 
 class SystemOneApiWriter(UnstreamableAnswerWriter):
-    """Fields outside the API's specification begin with x_."""
+    """Fields that the API's specification lacks begin with x_."""
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         pairs = zip(self._request.questions, answers, strict=True)
@@ -115,8 +115,8 @@ def choice_confidence(shares: Sequence[float]) -> float:
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """1 - d / u, where d is the mean distance from the likeliest level and u the mean distance from the middle level if
-    all are equally likely.
+    """1 - d / u. d is the mean distance from the likeliest level; u is the mean distance from the middle level if all
+    are equally likely.
     """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])
@@ -126,7 +126,7 @@ def score_confidence(shares: Sequence[float]) -> float:
 
 
 def clamp_probability(value: float) -> float:
-    """Removes rounding errors."""
+    """Remove rounding errors."""
     return min(max(value, 0.0), 1.0)
 
 

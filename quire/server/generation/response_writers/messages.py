@@ -23,7 +23,7 @@ DELTA_TEMPLATES = {
 
 
 class MessagesWriter(OutputPartWriter):
-    """Each part is a content block; an answer without parts has one empty text block."""
+    """Each part is a content block; an answer without parts is one empty text block."""
 
     @property
     def ping_event(self) -> bytes:
@@ -72,7 +72,7 @@ class MessagesWriter(OutputPartWriter):
         so_far = self._usage or Usage(self._request.prompt_tokens, 0, 0)
         message["usage"] = anthropic_usage(
             replace(so_far, prefix_reports=())
-        )  # sent at the end: after a restart it is unknown
+        )  # sent at the end: unknown after a restart
         return encode_event("message_start", {"type": "message_start", "message": message})
 
     def part_start_events(self, part: OutputPart) -> bytes:
@@ -109,8 +109,8 @@ def content_block(part: OutputPart) -> dict[str, Any]:
 
 
 def parse_tool_arguments(text: str) -> dict[str, Any]:
-    """Parse arguments that may be cut off, as clients parse partial streams. Values other than objects are wrapped in
-    one, so that no output is lost.
+    """Parse arguments that may be cut off, as clients parse partial streams. Wrap values other than objects, so that no
+    output is lost.
     """
     try:
         arguments = from_json(text or "{}", allow_partial=True)
@@ -122,7 +122,7 @@ def parse_tool_arguments(text: str) -> dict[str, Any]:
 def stop_reason_fields(
     finish_reason: str | None, stop_reason: int | str | None, request: GenerationRequest, usage: Usage
 ) -> dict[str, str | None]:
-    """Anthropic lacks a reason for cancelled and repetitive answers: these become max_tokens and end_turn."""
+    """Anthropic lacks reasons for cancelled and repetitive answers, which become max_tokens and end_turn."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")
@@ -133,7 +133,7 @@ def stop_reason_fields(
 
 
 def anthropic_usage(usage: Usage) -> dict[str, object]:
-    """input_tokens exclude cached ones. The schema requires all fields."""
+    """input_tokens excludes cached ones. The schema requires all fields."""
     thinking = usage.reasoning_tokens
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

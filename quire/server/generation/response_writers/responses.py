@@ -1,5 +1,3 @@
-"""Answers of /v1/responses."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ TEXT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""Event prefix of each item type, and the done event's field with the full text."""
+"""By item type: event prefix, and the done event's field with the full text."""
 
 
 class ResponsesWriter(OutputPartWriter):
@@ -40,7 +38,7 @@ class ResponsesWriter(OutputPartWriter):
         """Sequence number of the first final event."""
         self._custom_input = CustomInputDecoder()
         self._num_logprobs_sent = 0
-        """Number of log probabilities sent in the open message."""
+        """In the open message."""
         self.output_items: list[StoredItem] = []
         self.final_response: bytes | None = None
         """None until the response has ended."""
@@ -62,7 +60,7 @@ class ResponsesWriter(OutputPartWriter):
         return events + self._encode_next_event(kind, response=self.final_response)
 
     def error_event(self, error: Exception) -> bytes:
-        if self._first_final_number is not None:  # the final events are not sent: this one replaces them
+        if self._first_final_number is not None:  # this event replaces the final events, which are not sent
             self.next_sequence_number = self._first_final_number
         opening = b"" if self.next_sequence_number else self.first_events()
         error_fields = {"code": "server_error", "message": error_info(error).message}

@@ -14,7 +14,7 @@ from quire.server.generation.vector_generation import VectorRequest
 
 VectorList = Sequence[np.ndarray]
 ScorePairs = Sequence[tuple[int, int]] | None
-"""Two inputs per score, their embeddings' cosine; None: each input is a pair and its vector the score."""
+"""Score: cosine of two inputs' embeddings; None: each input is a pair, and its vector the score."""
 
 
 def _list_body(request: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:

@@ -26,7 +26,7 @@ SUPPORTED_EXTENSIONS = (
     "prompt_cache_retention",
     "receipt",
 )
-"""Useful without sampling."""
+"""They have an effect without sampling."""
 
 
 class DecisionQuestion(BodyModel):

@@ -1,4 +1,4 @@
-"""SGLang's form of POST /v1/score: the probability of some tokens to come next."""
+"""SGLang's form of POST /v1/score: probabilities of given next tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.protocol.request_bodies import EngineRequestBody
 
 
 class LabelScoreRequest(EngineRequestBody):
-    """Each item after the query is a prompt; all are texts or all token ids."""
+    """Each item with the query makes a prompt. All are texts, or all are token ids."""
 
     query: str | TokenIds
     items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]
@@ -19,7 +19,7 @@ class LabelScoreRequest(EngineRequestBody):
     apply_softmax: bool = False
     """Normalize over the labels only."""
     item_first: bool = False
-    """Items stand before the query."""
+    """Put items before the query."""
 
     @property
     def engine_request_fields(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from quire.server.protocol.questions.decisions import MAX_OPTIONS, MAX_QUESTIONS
 from quire.server.protocol.request_bodies import BodyModel
 
 MODEL_ALIAS_PREFIX = "jev-"
-"""Its SDKs send names such as jev-latest for the server's own model."""
+"""TypeSafe's SDKs send names such as jev-latest for the server's model."""
 MAX_LEVELS = 10
 
 TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_PARTS)]
@@ -22,14 +22,14 @@ TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_
 
 
 class Sides(BodyModel):
-    """When a noul is true and when false."""
+    """Says when a noul is true and when false."""
 
     true: TextOrJson | None = None
     false: TextOrJson | None = None
 
 
 class Noul(BodyModel):
-    """How likely is something?"""
+    """How likely is a statement?"""
 
     type: Literal["noul"]
     instructions: TextOrJson = ""
@@ -86,5 +86,5 @@ def to_prompt_text(text: TextOrJson | None) -> str:
 
 
 def is_model_alias(model: str, names: Sequence[str]) -> bool:
-    """True if the name means any served model."""
+    """True if the name stands for any served model."""
     return model.startswith(MODEL_ALIAS_PREFIX) and model not in names

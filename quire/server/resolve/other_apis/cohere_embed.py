@@ -17,7 +17,6 @@ COHERE_FIELD_NAMES = {"input": "texts", "dimensions": "output_dimension", "trunc
 
 
 def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, CohereEmbedRequest)
     known = {} if model.pooling is None else model.pooling.prompts
     input_type = body.input_type or ""

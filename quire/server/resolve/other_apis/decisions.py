@@ -24,7 +24,6 @@ SYSTEMONE_QUESTION_TYPES: Mapping[str, QuestionType] = {"noul": "predicate", "ch
 
 
 def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, DecisionRequest)
     name = model.resolve_model_name(body.model)
     posed = [
@@ -46,7 +45,6 @@ def question_options(question: AnyQuestion) -> list[tuple[str | bool, str]]:
 
 
 def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, SystemOneRequest)
     served_name = is_model_alias(body.model, (*model.names, *model.adapters))
     name = model.resolve_model_name(None if served_name else body.model)

@@ -1,4 +1,4 @@
-"""Items from earlier responses or from a conversation."""
+"""Items of earlier responses or of a conversation."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from quire.server.store.response_store import (
 from quire.server.store.response_store import StoredItem as StoredItem
 
 MAX_ITEMS = 10_000
-"""Limit of a conversation or stored input: some thousand turns of an agent with calls."""
+"""Per conversation or stored input: some thousand agent turns with calls."""
 MAX_ADDED_ITEMS = 1_000
-"""Limit per request, because items are added to a conversation in one transaction."""
+"""Per request: one transaction adds them to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""A conversation may have as many bytes as a body by default, because a response reads all of it."""
+"""As many bytes as a body by default: a response reads it whole."""
 MAX_HISTORY_BYTES = 16 << 20
-"""Limit of earlier responses."""
+"""All earlier responses together."""
 MAX_INPUT_BYTES = 4 << 20
-"""Limit of items stored per request: the text of a million tokens."""
+"""Items stored per request: the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
-"""An item's id continues its response's id, with a position of this many digits."""
+"""An item's id is its response's id with a position of this many digits."""
 ITEM_ID_PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -53,7 +53,7 @@ ITEM_ID_PREFIXES = {
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """Include all earlier responses; oldest first. Raises InvalidRequest."""
+    """Includes all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0
@@ -85,7 +85,6 @@ def _history_error(why: str) -> InvalidRequest:
 
 
 def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[Any]:
-    """Raises InvalidRequest."""
     with open_store_reader(folder) as stored:
         known = stored.read_summary(owner, "conversation", conversation_id)
         if known is None:
@@ -95,7 +94,7 @@ def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[A
 
 
 def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]) -> dict[str, Any]:
-    """Looks in `nearby_items` and in the responses that made the items. Raises InvalidRequest."""
+    """Searches `nearby_items`, and the responses that made the items."""
     known = {item["id"]: item for item in nearby_items}
     size = 0
     with open_store_reader(folder) as stored:
@@ -113,7 +112,7 @@ def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_i
 
 
 def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: bool = False) -> list[StoredItem]:
-    """Each item gets an id. `in_conversation`: the items are added to one. Raises InvalidRequest."""
+    """Each item gets an id. `in_conversation`: the items are added to one."""
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
         raise InvalidRequest(message, param=param)

@@ -29,8 +29,8 @@ from quire.server.resolve.other_apis.chat_conversion import (
 def turns_from_items(
     items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
 ) -> list[ChatTurn]:
-    """`num_earlier`: items before the request's own input. Consecutive user or system messages are merged, and so is
-    all that an assistant did before its tools answered: reasoning, text and calls.
+    """`num_earlier`: items before the request's own input. Merges consecutive user or system messages, and an
+    assistant's reasoning, text and calls up to its tools' answers.
     """
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}
@@ -61,7 +61,7 @@ def turns_from_items(
 
 
 def get_or_add_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
-    """The last turn, unless it has one of `later_fields`."""
+    """Uses the last turn, unless it has one of `later_fields`."""
     if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in later_fields):
         turns.append({"role": "assistant", "content": []})
     return turns[-1]
@@ -75,7 +75,7 @@ def tool_call_from_item(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
 
 
 def reasoning_text(item: Reasoning) -> str:
-    """Clients that keep no content send it back as encrypted_content."""
+    """Clients without stored content send it back as encrypted_content."""
     full_text = "\n".join(part.text for part in item.content) or decode_reasoning_or_empty(item.encrypted_content)
     return full_text or "\n".join(part.text for part in item.summary)
 

@@ -22,7 +22,7 @@ LABEL_SCORES_FORM = AnswerForm(LabelScoresWriter, "cmpl-", LABEL_SCORE_FIELD_NAM
 def resolve_score_or_label_scores(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> VectorRequest | ResolvedGeneration:
-    """A body with label_token_ids is SGLang's, others are vLLM's. Raises ModelNotFound, InvalidRequest."""
+    """With label_token_ids, the body is SGLang's, otherwise vLLM's."""
     body = read_json_object(body_bytes)
     if body.get("label_token_ids") is None:
         return resolve_score(body_bytes, model, config)
@@ -30,7 +30,6 @@ def resolve_score_or_label_scores(
 
 
 def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, InvalidRequest."""
     items = [body.items] if isinstance(body.items, str) else body.items
     if len(items) * len(body.query) + sum(map(len, items)) > MAX_PROMPT_ENTRIES:
         raise InvalidRequest("items: too many for a query of this length: send fewer at once", param="items")

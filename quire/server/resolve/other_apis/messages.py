@@ -49,11 +49,10 @@ ANTHROPIC_FIELD_NAMES = {
 }
 MESSAGES_FORM = AnswerForm(MessagesWriter, "msg_", ANTHROPIC_FIELD_NAMES)
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
-"""Claude Code's first system line. It changes with every request, which would defeat the prefix cache."""
+"""Claude Code's first system line. It changes with every request, which defeats the prefix cache."""
 
 
 def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, MessagesRequest)
     model.resolve_model_name(body.model)
     ignored = [*body.check_params_and_list_ignored(), *ignored_thinking_params(body, model)]
@@ -72,7 +71,6 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 
 
 def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, CountTokensRequest)
     model.resolve_model_name(body.model)
     with rename_fields_in_raised_errors(ANTHROPIC_FIELD_NAMES) as caller_fields:
@@ -103,7 +101,6 @@ def ignored_thinking_params(body: CountTokensRequest, model: ServedModel) -> lis
 def chat_request_from_messages(
     body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], caller_fields: CallerFields
 ) -> ChatRequest:
-    """Raises InvalidRequest."""
     turns = merge_user_turns(turns_from_messages(body), caller_fields)
     chat: dict[str, Any] = {
         **fields,
@@ -123,7 +120,7 @@ def chat_request_from_messages(
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         chat["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
-    if turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"):  # the answer continues it
+    if turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"):  # the answer continues this turn
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return validate_body(chat, ChatRequest)
 
@@ -156,7 +153,7 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
-    """Anthropic's budget is a target, so a request is accepted even if the model has no thinking tokens."""
+    """Anthropic's budget is a target, so a model without thinking tokens is accepted."""
     try:
         return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:
@@ -164,7 +161,7 @@ def can_limit_thinking(model: ServedModel) -> bool:
 
 
 def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
-    """At least one. Raises InvalidRequest."""
+    """Returns at least one."""
     system = [
         BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text
         for text in ([body.system] if isinstance(body.system, str) else [block.text for block in body.system])
@@ -188,7 +185,7 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
 def append_user_turns(
     turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], message_field: str
 ) -> None:
-    """Tool results become separate turns; consecutive texts share one."""
+    """Each tool result becomes a turn; consecutive texts share one."""
     for place, block in enumerate(message_blocks(message)):
         field = f"{message_field}.content[{place}]"
         if isinstance(block, ToolResultBlock):

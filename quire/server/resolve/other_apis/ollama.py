@@ -57,9 +57,7 @@ GENERATE_RAW_FORM = AnswerForm(OllamaWriter, "cmpl-", OLLAMA_FIELD_NAMES)
 
 
 def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration | JsonReply:
-    """Without messages, Ollama only loads the model, which is loaded here already. Raises ModelNotFound,
-    InvalidRequest.
-    """
+    """Without messages, Ollama only loads the model, which is loaded here."""
     body = parse_body(body_bytes, OllamaChatRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if not body.messages:
@@ -70,9 +68,7 @@ def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerCon
 def resolve_ollama_generate(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration | JsonReply:
-    """The prompt is a chat's only message, as in Ollama. With raw or suffix it is a completion. Raises ModelNotFound,
-    InvalidRequest.
-    """
+    """The prompt is a chat's only message, as in Ollama; with raw or suffix, a completion."""
     body = parse_body(body_bytes, OllamaGenerateRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
@@ -124,7 +120,7 @@ def model_name_without_latest_tag(requested_name: str | None, model: ServedModel
 
 
 def strip_latest_tag(requested_name: str, names: Collection[str]) -> str:
-    """Keep the tag if `names` has the tagged name."""
+    """A tagged name in `names` keeps its tag."""
     return requested_name if requested_name in names else requested_name.removesuffix(":latest")
 
 
@@ -151,7 +147,7 @@ def turns_from_ollama(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
 
 
 def content_with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
-    """Images (base64) come before the text, as in Ollama."""
+    """As in Ollama, images (base64) precede the text."""
     shown = [image_content_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
     return [*shown, {"type": "text", "text": text}]
 
@@ -194,7 +190,6 @@ def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
 
 
 def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, OllamaEmbedRequest)
     fields = {"input": body.input, "dimensions": body.dimensions}
     if body.truncate:
@@ -203,7 +198,6 @@ def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerCo
 
 
 def resolve_ollama_embeddings(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, OllamaEmbeddingsRequest)
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
     return _resolve_vectors(body.model, fields, ollama_embeddings_body, model, config)

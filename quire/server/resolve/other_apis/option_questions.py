@@ -1,4 +1,4 @@
-"""One token answers each prompt."""
+"""Questions with options. One token answers each prompt."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PromptQuestion:
         return "\n".join([*self.instructions, "", QUESTION_PHRASES[self.type], *lines, *end]).lstrip("\n")
 
     def to_option_question(self, tokens: Sequence[int], *, must_be_distinct: bool) -> OptionQuestion:
-        """Raises InvalidRequest for duplicate options if `must_be_distinct`."""
+        """`must_be_distinct`: duplicate options raise InvalidRequest."""
         options = [value for value, _ in self.options]
         if must_be_distinct and len({(type(value), value) for value in options}) < len(options):
             raise InvalidRequest("questions: each option must be unique", param="questions")
@@ -75,7 +75,7 @@ class DecisionApiVariant:
         model: ServedModel,
         config: ServerConfig,
     ) -> ResolvedGeneration:
-        """`name`: the model's in the answer. Raises InvalidRequest."""
+        """`name`: the model's in the answer."""
         headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
         labels = single_token_labels(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
@@ -133,7 +133,7 @@ def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, in
 def question_chat_request(
     body: TranslatableBody, items: Sequence[InputItem], question: str, model: ServedModel, caller_fields: CallerFields
 ) -> ChatRequest:
-    """One of the labels answers the last message."""
+    """The last message asks for one of the labels."""
     question_message = Message(role="user", content=question)
     turns = turns_from_items(
         [*items, question_message], "", has_developer_role="developer" in model.chat_formats.template_text
@@ -151,7 +151,7 @@ def question_chat_request(
 
 
 def build_non_thinking_prompt(chat: ChatRequest, model: ServedModel) -> Prompt:
-    """Close thinking that the template begins. Raises InvalidRequest."""
+    """Closes thinking that the template begins."""
     prompt, reasoning = build_chat_prompt(chat, model, None, trusted=False), model.chat_formats.reasoning_format
     if reasoning is None or not reasoning.starts_in_thinking(
         model.tokenizer.decode(prompt.ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)

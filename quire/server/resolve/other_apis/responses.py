@@ -75,7 +75,7 @@ FIELDS_NOT_OF_PROMPT = {
 
 
 def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> ResolvedGeneration:
-    """`owner`: of stored responses that may be named. Raises ModelNotFound, InvalidRequest."""
+    """`owner`: only its stored responses may be named."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
     check_store_fields(body, config)
@@ -88,7 +88,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         resolved = resolve_chat_request(
             chat, model, config, RESPONSES_FORM, ignored=ignored, caller_fields=caller_fields
         )
-    if chat.logprobs and resolved.request.message_format is not None:  # parsers do not tell which tokens are text
+    if chat.logprobs and resolved.request.message_format is not None:  # parsers cannot say which tokens are text
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
@@ -114,7 +114,6 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
 
 
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
-    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
     check_store_fields(body, config)
@@ -129,7 +128,7 @@ def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConf
 
 
 def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
-    """Raises InvalidRequest if fields are not valid text or too large together."""
+    """Raises InvalidRequest for invalid text, or if the fields together are too large."""
     sizes = {}
     for name, value in fields.items():
         check_json_no_surrogates(value, name)
@@ -157,7 +156,7 @@ def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
 def load_items(
     body: ResponsesRequest, model: ServedModel, config: ServerConfig, owner: str
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Earlier and own items. Raises InvalidRequest, and NeedsWorker because there may be many."""
+    """Returns earlier and own items. Raises NeedsWorker, because there may be many."""
     folder = config.data_dir
     previous = body.previous_response_id
     conversation = body.conversation_id
@@ -202,7 +201,6 @@ def chat_request_from_items(
     model: ServedModel,
     caller_fields: CallerFields,
 ) -> ChatRequest:
-    """Raises InvalidRequest."""
     developer = "developer" in model.chat_formats.template_text
     turns = turns_from_items(
         [*earlier, *items], body.instructions or "", has_developer_role=developer, num_earlier=len(earlier)
@@ -237,7 +235,6 @@ def chat_request_from_items(
 
 
 def chat_tools_and_choice(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
-    """Raises InvalidRequest."""
     tools: dict[str, FunctionTool | CustomTool] = {}
     for namespace, tool in body.tools_with_namespace:
         name = namespaced_tool_name(namespace, tool.name)
@@ -265,7 +262,7 @@ def chat_tool(name: str, tool: FunctionTool | CustomTool) -> dict[str, Any]:
 
 
 def echoed_fields(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """Defaults are filled in, because the answer's schema requires all fields."""
+    """Fills in defaults, because the answer's schema requires all fields."""
     function_defaults = {"parameters": None, "strict": None}
     tools = [
         (function_defaults if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True)

@@ -22,26 +22,22 @@ class NewConversation:
 
 
 def parse_new_conversation(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> NewConversation:
-    """Raises InvalidRequest."""
     body = parse_body(body_bytes or b"{}", ConversationRequest)
     check_json_no_surrogates(body.metadata, "metadata")
     return NewConversation(dict(body.metadata), to_stored_items(body.items, "items"))
 
 
 def parse_metadata(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> dict[str, str]:
-    """Raises InvalidRequest."""
     metadata = parse_body(body_bytes, MetadataRequest).metadata
     check_json_no_surrogates(metadata, "metadata")
     return dict(metadata)
 
 
 def parse_new_items(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> list[StoredItem]:
-    """Raises InvalidRequest."""
     return to_stored_items(parse_body(body_bytes, ItemsRequest).items, "items")
 
 
 def parse_new_batch(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Batch:
-    """Raises InvalidRequest."""
     body = parse_body(body_bytes, BatchRequest)
     check_json_no_surrogates(body.metadata or {}, "metadata")
     now = int(clock.time())

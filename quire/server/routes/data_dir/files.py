@@ -33,11 +33,11 @@ from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file,
 
 router = APIRouter(route_class=ModelIndependentRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-"""Files are read by batches only."""
+"""Only batches read files."""
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
-"""Same limit as OpenAI's."""
+"""OpenAI's limit."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
 """Reserved per step if the length is not announced."""
@@ -113,7 +113,7 @@ class _UploadSpaceReserver:
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Reserve the largest of these sizes that fits; the first one is required."""
+        """Reserve the largest size that fits. The first one must fit."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -123,13 +123,13 @@ class _UploadSpaceReserver:
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
 
     async def release_reservation(self) -> None:
-        with suppress(sqlite3.OperationalError):  # a replaced data process has no reservations
+        with suppress(sqlite3.OperationalError):  # a new data process has no reservations
             await asyncio.to_thread(self._files.release, self.id)
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Runs in one thread, which finishes even if the caller gives up. Deletes the content on failure, unless
-    StoreUnreachable: the file may have been added.
+    """Runs in one thread, and finishes even if the caller gives up. Errors delete the content, except StoreUnreachable:
+    the file may have been added.
     """
     is_kept = False
     try:
@@ -189,7 +189,7 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 async def _receive_form(
     request: Request, upload: _UploadSpaceReserver
 ) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
-    """Yield file, name, purpose, and lifetime in seconds or None. Large content goes to a temporary file."""
+    """Yields file, name, purpose, and lifetime in seconds or None. Large content is in a temporary file."""
 
     encodings = parse_encodings(request.headers)
 
@@ -216,7 +216,7 @@ async def _receive_form(
             form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"The form cannot be read: {error.message}") from None
-    except UnicodeError:  # by some parser versions
+    except UnicodeError:  # some parser versions raise it
         raise InvalidRequest("The form cannot be read: a name in it is not valid text") from None
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
@@ -239,7 +239,7 @@ async def _receive_form(
 
 
 def _sanitize_content_type_header(content_type: str) -> Headers:
-    """Keep only the boundary. Charsets are dropped (RFC 7578 has none): some of Python's yield half surrogates, take
+    """Keeps only the boundary. Charsets are dropped (RFC 7578 has none): some of Python's yield half surrogates, take
     quadratic time, or are not text. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
     """
     try:
@@ -255,7 +255,7 @@ def _sanitize_content_type_header(content_type: str) -> Headers:
 
 
 def _file_name(content: UploadFile) -> str:
-    """Shorten the name. Raises InvalidRequest for control characters."""
+    """Shortens the name. Raises InvalidRequest for control characters."""
     name = (content.filename or "file")[:_MAX_NAME_LENGTH]
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         raise InvalidRequest("file: its name has control characters", param="file")
@@ -278,7 +278,7 @@ def _parse_keep_seconds(anchor: object, seconds: object) -> int | None:
 
 
 def _check_origin(request: Request) -> None:
-    """Raises HTTPException for web pages of other origins: browsers let any page send a form."""
+    """Raises HTTPException for pages of other origins, because browsers let any page send a form."""
     origin = request.headers.get("origin")
     allowed = get_server_context(request).config.allowed_origins
     if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:
@@ -298,7 +298,7 @@ def file_not_found(file_id: str, param: str) -> RequestNotFound:
 
 
 def require_batch_runner(request: Request) -> BatchRunner:
-    """Raises RequestNotFound without --data-dir."""
+    """Without --data-dir, raises RequestNotFound."""
     runner = get_server_context(request).batch_runner
     if runner is None:
         raise RequestNotFound("This server stores no files or batches: see --data-dir")

@@ -27,7 +27,7 @@ def unknown_cursor_error(kind: str, after: str | None) -> InvalidRequest:
 async def list_items_response(
     request: Request, store: Store, id: str, limit: int, order: Order, after: str | None
 ) -> Response:
-    """Raises InvalidRequest if `after` is unknown, Overloaded if too much waits to be sent."""
+    """Raises InvalidRequest for an unknown `after`, Overloaded if too much waits to be sent."""
     method = partial(store.read_item_page, newest_first=order == "desc", after=after)
     page = await find_or_raise(request, method, id, limit, not_found=unknown_cursor_error("item", after))
     return leased_json_response(request, encode_item_page(page))
@@ -36,7 +36,7 @@ async def list_items_response(
 async def find_or_raise(
     request: Request, method: Callable[..., Result | None], *args: object, not_found: QuireError
 ) -> Result:
-    """Call `method` in a thread with the request's owner. Raises `not_found` if the result is falsy."""
+    """Call `method` in a thread with the request's owner. Raises `not_found` for a falsy result."""
     result = await asyncio.to_thread(method, owner_of(request), *args)
     if not result:
         raise not_found

@@ -13,7 +13,7 @@ from quire.server.pipeline.resolve import Resolver
 class Endpoint:
     path: str
     name: str
-    """Operation name in the OpenAPI document."""
+    """OpenAPI's operation name."""
     description: str
     resolve: Resolver[Resolution]
     body_models: tuple[type[BaseModel], ...]

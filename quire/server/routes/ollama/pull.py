@@ -1,4 +1,4 @@
-"""POST /api/pull runs `quire pull`, which ends when the caller leaves. The hub's cache keeps what was downloaded."""
+"""POST /api/pull runs `quire pull`, which ends if the caller leaves; the hub's cache keeps the downloaded parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.server_context import get_server_context
 
 _PROGRESS_SECONDS = 5.0
-"""Interval between progress lines."""
 _MAX_BODY_BYTES = 2**16
 _FIRST_LINE = encode_json({"status": "pulling manifest"}) + b"\n"
 
@@ -50,7 +49,7 @@ async def pull(request: Request) -> Response:
 
 
 async def _download_and_stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """Yields a first line at once, then one per interval, and a last line."""
+    """Yields a line at once, one per interval, and a last one."""
     async with download_lock:
         yield _FIRST_LINE
         download = asyncio.ensure_future(_wait_for_download(await _spawn_pull_process(name)))

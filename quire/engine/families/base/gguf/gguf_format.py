@@ -23,7 +23,9 @@ class GGUFHeader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GGUFMetadata:
-    """Adds the architecture's prefix, as in "qwen3moe.expert_count". Raises ModelError for a wrong type."""
+    """Values by key without the architecture's prefix, as in "qwen3moe.expert_count". Raises ModelError for a wrong
+    type.
+    """
 
     header: GGUFHeader
     architecture: str
@@ -70,7 +72,7 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF name to checkpoint name, for Llama. * is the expert's index."""
+"""Llama's GGUF names to checkpoint names. * is the expert's index."""
 POST_NORM_MODULES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -107,29 +109,29 @@ class GGUFFormat:
 
     architectures: tuple[str, ...]
     matches: Callable[[GGUFMetadata], bool] | None = None
-    """Distinguishes families with the same architecture name. Raises ModelError."""
+    """Distinguishes families of the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Like `layer_modules`, but with full tensor names, including the suffix."""
+    """Like `layer_modules`, but full tensor names with suffix."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
-    """Otherwise files have experts if the family has."""
+    """False: files have experts if the family has."""
     has_latent_attention: bool = False
     """`read_fields` reads the head sizes of MLA."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows are stored for interleaved RoPE."""
     tiles_value_heads: bool = False
-    """Delta nets' value heads are ordered by their index within a key head."""
+    """Delta nets' value heads are ordered by index within a key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Reads the family's own fields, given the common ones."""
+    """Reads the family's own fields. The mapping holds the common ones."""
 
 
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """With is_mlp_sized, the experts' width is intermediate_size."""
+    """With is_mlp_sized, an expert's width is intermediate_size."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
     if is_mlp_sized:
@@ -153,5 +155,5 @@ def read_mlp_sized_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
 
 
 def read_hybrid_layer_types(metadata: GGUFMetadata, other_type: str = "linear_attention") -> list[str]:
-    """Layers without key-value heads have `other_type`."""
+    """Layers without key-value heads are of type `other_type`."""
     return ["full_attention" if each else other_type for each in metadata.integers("attention.head_count_kv")]

@@ -24,7 +24,7 @@ MAMBA2_GGUF_TENSORS: Mapping[str, str] = {
 }
 """Falcon-H1's second norm is ffn_norm, without a suffix."""
 _ASSUMED_CONTEXT = 131_072
-"""Replaces a million tokens, which files give if nothing limits them."""
+"""Replaces the million tokens in files of models without a limit."""
 _UNLIMITED_CONTEXT = 2**20
 
 

@@ -1,4 +1,4 @@
-"""Rare fields and nested objects of config.json, and bounds that several schemas share."""
+"""Rare fields and nested objects of config.json, and bounds that schemas share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Meta
 
 MAX_WIDTH = 2**24
 Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
-"""Sizes of hidden states, heads and MLPs, and numbers of heads and experts."""
+"""Bounds for sizes of hidden states, heads and MLPs, and for numbers of heads and experts."""
 WidthOrZero = Annotated[int, Meta(ge=0, le=2**24)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e12)]
 ShortText = Annotated[str, Meta(max_length=256)]

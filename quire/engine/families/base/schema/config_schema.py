@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. No file within the bounds makes a start compute or
-allocate for ever. null means a missing field.
+"""Types and bounds of config.json and generation_config.json. The bounds keep a start from computing or allocating for
+ever. null means a missing field.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NumExpertsOrZero = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
-"""EXAONE 4's repeated pattern: L has a window, G has none."""
+"""EXAONE 4's repeated pattern: L layers have a window, G layers none."""
 
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
-"""Where the config.json of a model that also takes images or audio describes its text decoder."""
+"""A multimodal model's text decoder is below one of these keys."""
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -82,14 +82,14 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
-    """One set for all layers, or in Gemma 3 one for each kind of layer."""
+    """One set for all layers, or, in Gemma 3, for each kind of layer."""
 
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
 
 
 class CommonConfigFields(Gemma4Fields, total=False):
-    """Read by the server and by `quire plan`."""
+    """Read by the server and `quire plan`."""
 
     model_type: ShortText | None
     is_encoder_decoder: bool | None
@@ -332,7 +332,7 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """Read for transformers' classes, which read the rest themselves."""
+    """Read for transformers' classes, which read other fields themselves."""
 
     architectures: list[ShortText] | None
     is_decoder: bool | None
@@ -340,7 +340,7 @@ class TransformersConfigFields(PlanConfigFields, total=False):
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """Fields have the same bounds as SamplingParams."""
+    """Bounds are SamplingParams'."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

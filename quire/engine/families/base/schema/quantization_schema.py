@@ -22,7 +22,7 @@ class WeightQuantizationArgs(TypedDict, total=False):
 
 
 class QuantizationGroup(TypedDict, total=False):
-    """compressed-tensors' group of linears. Activations are rounded by the kernels' rules instead."""
+    """compressed-tensors' group of linears. Rules for activations are not read: kernels have their own."""
 
     targets: _ModuleNames | None
     weights: WeightQuantizationArgs | None
@@ -33,7 +33,7 @@ class QuantizationConfig(TypedDict, total=False):
     quant_method: ShortText | None
     fmt: ShortText | None
     activations: str | None
-    """Quire's own, for GGUF: dtype that a CPU computes in."""
+    """Not in files: the dtype that a CPU computes GGUF weights in."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None

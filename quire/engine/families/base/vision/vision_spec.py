@@ -59,11 +59,11 @@ class ImageLayout(ABC):
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Per content: lengths of runs of adjacent tokens, between which text may stand."""
+        """Per content: lengths of its runs of adjacent tokens. Text may stand between runs."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are replaced by features."""
+        """Counts only tokens that features replace."""
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
@@ -72,7 +72,7 @@ class ImageLayout(ABC):
 
     @abstractmethod
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Input of the tower."""
+        """Yields the tower's inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +82,16 @@ class VisionSpec(ABC):
     resample_filter: int
     """Pillow's filter number."""
     image_token_id: int
-    """Id of the tokens that features replace."""
+    """Token that features replace."""
 
     @property
     def template_image_token_id(self) -> int:
-        """Id of the token that chat templates write for an image."""
+        """Token that chat templates write."""
         return self.image_token_id
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Images have their own vectors and are never in prompts."""
+        """Images have their own vectors, and are never in prompts."""
         return False
 
     @property
@@ -101,12 +101,12 @@ class VisionSpec(ABC):
 
     @property
     def max_bidirectional_tokens(self) -> int:
-        """Most tokens of one content that attend to each other."""
+        """Most tokens of a content that attend to each other."""
         return self.make_layout(1, 1).num_tokens
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Number of first layers of the text model that get extra image features added to their outputs."""
+        """Extra image features are added to the outputs of this many first layers of the text model."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
@@ -114,7 +114,7 @@ class VisionSpec(ABC):
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """Cost in tokens of a step's budget. A patch costs about a token, because towers are narrower than text models,
+        """Cost in tokens of a step's budget. A patch costs about one token, since towers are narrower than text models,
         plus attention: 1,024 patches of width 768 took a third of the linears' time.
         """
         return math.ceil(
@@ -144,7 +144,7 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
-        """Weights of the linears in the tower's layers, which --quantization applies to."""
+        """Counts only linears of the tower's layers, to which --quantization applies."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
@@ -156,24 +156,24 @@ class VisionSpec(ABC):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchMergingVisionSpec(VisionSpec):
     merge_size: int
-    """Patches per side that form a token."""
+    """Patches per side of a token."""
 
     @property
     def merged_patch_size(self) -> int:
-        """Side length of a token, in pixels."""
+        """Side length in pixels."""
         return self.tower_shape.patch_size * self.merge_size
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
-    """The image must consist of whole squares, which come by rows."""
+    """Squares come by rows. The image must consist of whole squares."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
 
 
 def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
-    """Return (columns, rows) with the ratio nearest to the image's. Among equals, the last wins if the image has more
-    than half of its pixels; ties keep the order of `grids`.
+    """Return (columns, rows) with the ratio nearest to the image's. If several are equally near, a larger grid wins
+    only if the image has more than half of its pixels. Grids of equal size keep their order.
     """
     best, nearest = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=math.prod):
@@ -232,7 +232,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
-        """Raise ModelError if preprocessor_config.json contradicts the tower."""
+        """Raise ModelError if preprocessor_config.json contradicts the sizes."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -242,7 +242,7 @@ class VisionConfig:
     def pixel_normalization(
         self, mean: tuple[float, ...] = HALF_RGB, std: tuple[float, ...] = HALF_RGB, *, use_file_values: bool = True
     ) -> PixelNormalization:
-        """Arguments are defaults, or override the file without `use_file_values`. Raises ModelError."""
+        """Arguments are defaults. Without `use_file_values` they override the file. Raises ModelError."""
         preprocessor = self.preprocessor
         normalization = PixelNormalization(
             tuple((use_file_values and preprocessor.get("image_mean")) or mean),
@@ -261,12 +261,11 @@ class VisionConfig:
         return next((each for each in token_ids if each is not None), default)
 
     def token_id_from_field(self, name: str, default: int) -> int:
-        """Unlike other fields, 0 is a value."""
+        """0 is a value, unlike in other fields."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)
 
     def rope_theta(self, default: float) -> float:
-        """RoPE base of the vision tower."""
         theta = rope_object(self.tower).get("rope_theta") or self.tower.get("rope_theta")
         return float(theta) if isinstance(theta, int | float) and theta >= 1 else default
 
@@ -280,12 +279,12 @@ class VisionConfig:
         return size
 
     def preprocessor_size(self) -> SizeFields:
-        """A single number is a square's side."""
+        """A number is a square's side."""
         size = self.preprocessor.get("size") or {}
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
-        """Raise ModelError unless the side is a multiple of `unit` patches, at most MAX_PATCHES_PER_SIDE."""
+        """Raise ModelError unless the side is a multiple of `unit` patches and at most MAX_PATCHES_PER_SIDE patches."""
         if self.parameters_only:
             return
         patches = side // shape.patch_size

@@ -36,7 +36,7 @@ class DeviceDrafter(Protocol):
 
 
 class LoadedDrafter(Protocol):
-    """A drafter without KV blocks yet."""
+    """A drafter that has no KV blocks yet."""
 
     is_on_all_ranks: ClassVar[bool]
     """False: on the first rank only."""
@@ -57,7 +57,7 @@ class LoadedDrafter(Protocol):
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
     ) -> StartedDrafter:
-        """Allocate KV blocks for as many tokens as the served model, and spare ones for drafts. `make_runner`: for
+        """Allocate KV blocks for as many tokens as the served model has, and spare ones for drafts. `make_runner`: for
         draft heads.
         """
 
@@ -69,6 +69,4 @@ class StartedDrafter:
     step_costs: list[tuple[int, float]]
     """(sequences, seconds) per draft token."""
     head_runner: DraftHeadRunner | None = None
-    """Runs the draft heads, if any."""
     model_runner: DraftModelRunner | None = None
-    """Runs the draft model, if there is one."""

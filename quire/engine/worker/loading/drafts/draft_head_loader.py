@@ -129,7 +129,7 @@ def _make_head(
 
 
 def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """Heads, and linears before their last. Raises ModelError."""
+    """Number of heads, and of linears before a head's last. Raises ModelError."""
     places = [match for name in tensors if (match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)", name))]
     heads = {int(match[1]) for match in places}
     blocks = {int(match[2]) for match in places if match[3] == ".linear.weight"}
@@ -150,7 +150,7 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:
-    """All layouts get the same tensor names. Excludes unused tensors."""
+    """Same names for all layouts. Excludes unused tensors."""
     tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
     blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
     last_linear = re.compile(r"lm_heads\.(\d+)\.weight")
@@ -162,9 +162,7 @@ def read_head_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _canonical_name(stored: str) -> str:
-    """EAGLE may have a module prefix, EAGLE-3 a `midlayer`. Medusa has nested lists; vLLM's has `blocks` and
-    `lm_heads`.
-    """
+    """EAGLE may have a module prefix, EAGLE-3 a `midlayer`. Medusa nests lists; vLLM has `blocks` and `lm_heads`."""
     name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)

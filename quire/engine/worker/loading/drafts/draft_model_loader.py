@@ -45,7 +45,6 @@ class LoadedDraftModel:
     def start_drafter(
         self, config: EngineConfig, allocation: RunnerResources, num_blocks: int, make_heads: object
     ) -> StartedDrafter:
-        """See LoadedDrafter.start_drafter."""
         decoder = self.kv_module
         block_size = self.backend.block_size
         capture = allocation.capture
@@ -79,7 +78,7 @@ def load_draft_model(
     progress: Callable[[], None],
     target_model: Decoder,
 ) -> LoadedDraftModel:
-    """`eos_token_ids`: the served model's. Raises ConfigError if it cannot draft for it."""
+    """`eos_token_ids`: the served model's. Raises ConfigError if the draft model does not fit the served one."""
     assert config.speculative_config is not None
     assert config.speculative_config.model is not None
     try:

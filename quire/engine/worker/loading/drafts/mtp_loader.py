@@ -1,4 +1,4 @@
-"""The MTP layer of the served checkpoint is shaped like its last layer."""
+"""The served checkpoint's MTP layer is shaped like its last layer."""
 
 from __future__ import annotations
 

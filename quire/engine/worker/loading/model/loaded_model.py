@@ -24,7 +24,7 @@ class LoadedModel:
     read_bytes: int
     """Bytes of the weights as read, before online quantization."""
     kv_groups: KVCacheGroups
-    """KV cache groups of all pipeline stages."""
+    """Groups of all pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelPart:
     decoder_class: type[Decoder] = Decoder
     """Ignored by the transformers backend."""
     stage: int = -1
-    """The last one is default: without a pipeline it has all layers."""
+    """By default the last, which without a pipeline has all layers."""
 
 
 WHOLE_MODEL = ModelPart()

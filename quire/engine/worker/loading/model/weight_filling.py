@@ -44,7 +44,7 @@ def fill_weights(
     path: Path | None,
     on_disk: re.Pattern[str] | None = None,
 ) -> int:
-    """Dense modules come from folders in `path`. Returns bytes."""
+    """Return bytes. Dense modules come from folders in `path`."""
     table = expected_weights.parameter_table
     all_tensors = chain(
         rename_tensors_to_table_names(stream, table, expected_weights.optional_prefixes),
