@@ -43,6 +43,11 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
     return f"did you mean {' or '.join(suggestions)}?" if suggestions else suggest_nearest(lowercase_name, short_names)
 
 
+def find_catalog_entry(name: str) -> CatalogEntry | None:
+    """By short name, in any case. None for a path or hub id, without reading the table."""
+    return None if "/" in name else load_catalog().get(name.lower())
+
+
 def load_catalog() -> dict[str, CatalogEntry]:
     """Keyed by short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))

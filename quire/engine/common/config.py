@@ -42,7 +42,7 @@ def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
 class EngineConfig(BaseModel):
     """Fields have vLLM's flag names if they mean the same."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
     model: str = Field(
         DEMO_MODEL,

@@ -19,20 +19,22 @@ _Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
     """None if no file here describes it."""
-    family = _families_by_model_type().get(str(model_type))
+    family = find_any_family(model_type)
     return family if isinstance(family, DecoderFamily) else None
 
 
 def find_encoder_family(model_type: object) -> EncoderFamily | None:
-    family = _families_by_model_type().get(str(model_type))
+    family = find_any_family(model_type)
     return family if isinstance(family, EncoderFamily) else None
 
 
 def find_any_family(model_type: object) -> ModelFamily | None:
-    return _families_by_model_type().get(str(model_type))
+    return _find_in_file_of_same_name(str(model_type)) or _families_by_model_type().get(str(model_type))
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
+    if _find_in_file_of_same_name(str(model_type)) is not None:
+        return None
     return _multimodal_families_by_model_type().get(str(model_type))
 
 
@@ -57,13 +59,22 @@ def multimodal_model_types() -> list[str]:
 
 
 @cache
+def _find_in_file_of_same_name(model_type: str) -> ModelFamily | None:
+    """Imports no other files: all of them would be a tenth of `quire plan`."""
+    name = model_type.replace("-", "_")
+    if name not in _module_names(__path__):
+        return None
+    return _by_model_type(_collect_instances(__name__, [name], ModelFamily)).get(model_type)
+
+
+@cache
 def _families_by_model_type() -> Mapping[str, ModelFamily]:
-    return _by_model_type(_collect_instances(__name__, __path__, ModelFamily))
+    return _by_model_type(_collect_instances(__name__, _module_names(__path__), ModelFamily))
 
 
 @cache
 def _multimodal_families_by_model_type() -> Mapping[str, MultimodalFamily]:
-    return _by_model_type(_collect_instances(vision.__name__, vision.__path__, MultimodalFamily))
+    return _by_model_type(_collect_instances(vision.__name__, _module_names(vision.__path__), MultimodalFamily))
 
 
 def _by_model_type(families: Iterable[_Family]) -> Mapping[str, _Family]:
@@ -75,8 +86,12 @@ def _by_model_type(families: Iterable[_Family]) -> Mapping[str, _Family]:
     return by_model_type
 
 
-def _collect_instances(package: str, path: Iterable[str], kind: type[_T]) -> list[_T]:
-    modules = [import_module(f"{package}.{each.name}") for each in iter_modules(path) if not each.ispkg]
+def _module_names(path: Iterable[str]) -> list[str]:
+    return [each.name for each in iter_modules(path) if not each.ispkg]
+
+
+def _collect_instances(package: str, module_names: Iterable[str], kind: type[_T]) -> list[_T]:
+    modules = [import_module(f"{package}.{name}") for name in module_names]
     return [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
 
 

@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.common.errors import ModelError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _MAX_CPU_SECONDS = 2.0
 """Per check. Usual patterns take milliseconds."""
@@ -124,6 +125,8 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 def main() -> None:
     """Print a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
+    import tokenizers  # other users of this module need no tokenizer
+
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # kills the process even in Rust code
     for pattern in json.loads(sys.stdin.buffer.read()):

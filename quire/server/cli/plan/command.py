@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.model_catalog import load_catalog
+from quire.engine.checkpoint.model_catalog import find_catalog_entry
 from quire.engine.checkpoint.model_resolver import needs_download
 from quire.engine.checkpoint.mtp_names import make_main_model_filter
 from quire.engine.checkpoint.overrides import merge_overrides, read_raw_config_with_overrides
@@ -114,7 +114,7 @@ def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
 
 
 def _read_model(config: ServerConfig) -> _ModelToPlan:
-    entry = load_catalog().get(config.model.lower())
+    entry = find_catalog_entry(config.model)
     if entry is not None and needs_download(config.model, config.revision):
         raw, stored = catalog_config_and_weights(entry)
         raw = merge_overrides(raw, config.hf_overrides or {})
