@@ -30,7 +30,8 @@ def python(code: str, where: Path = ROOT, **environment: str) -> subprocess.Comp
 def tree(tmp_path: Path) -> Path:
     """A copy of what the build needs, with the libraries that are built already."""
     shutil.copytree(ROOT / "quire/kernels", tmp_path / "quire/kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "quire/__init__.py"):
+    (tmp_path / "quire/engine").mkdir()
+    for name in ("setup.py", "pyproject.toml", "quire/__init__.py", "quire/engine/__init__.py"):
         shutil.copy2(ROOT / name, tmp_path / name)
     return tmp_path
 
