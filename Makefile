@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 SERVES := $(VENV)/.serves
 READY  := $(VENV)/.ready
 # pip compiles one file after the other; some packages ship files that are no Python, which is no error here.
-COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib quire || true
 CLIENTS := $(VENV)/clients
 AGENTS  := $(VENV)/agents
 ESLINT  := $(VENV)/eslint

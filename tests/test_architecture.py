@@ -439,6 +439,9 @@ def _heavy_imports(path: Path) -> list[str]:
         ("quire", ()),
         ("quire.server.app", ()),
         ("quire.kernels", ()),
+        # imported by every command
+        ("quire.server.cli.main", ("asyncio", "dataclasses", "importlib.metadata", "msgspec", "pydantic")),
+        ("quire.server.cli.plan.command", ("asyncio", "fastapi", "httpx", "numpy", "PIL", "tokenizers")),
         # imported before the engine process starts, which takes longest
         ("quire.server.cli.serve", ("fastapi", "starlette", "numpy", "PIL", "prometheus_client", "jinja2")),
         # imported again in another process

@@ -128,7 +128,7 @@ class ApiProcessManager:
             retention = self._config.response_retention_days * SECONDS_PER_DAY
             size, connect = int(self._config.max_stored_size * 2**30), self._dependencies.connect_database
             self._data = open_data_dir(folder, size, retention_seconds=retention, connect=connect)
-        with self._dependencies.signal_watcher(partial(self._on_signal, main_task)):
+        with self._dependencies.signal_watcher(asyncio.get_running_loop(), partial(self._on_signal, main_task)):
             self._client.engine_core.launch()
             try:
                 with closing(self._dependencies.create_socket_folder()) as sockets:

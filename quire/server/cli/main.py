@@ -14,7 +14,6 @@ from types import ModuleType
 
 from quire.engine import VERSION
 from quire.engine.common.errors import QuireError
-from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.process_setup import (
     discard_closed_stderr,
     dump_threads_on_signal,
@@ -96,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _build_command_parser().print_help()
         return 0
     if args.command not in COMMANDS:
+        from quire.engine.unsupported_options import suggest_nearest  # takes 10 ms
+
         known = _FOREIGN_COMMANDS.get(args.command)
         advice = f"use {known}" if known and known.startswith("quire ") else known
         advice = advice or suggest_nearest(args.command, COMMANDS) or "quire --help lists them"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import io
 import logging
@@ -11,8 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from quire.engine.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 log = logging.getLogger("quire.server")
 
@@ -56,16 +59,15 @@ def exit_on_sigterm_or_sighup() -> None:
             signal.signal(number, _exit_now)
 
 
-WatchSignals = Callable[[Callable[[int], None]], AbstractContextManager[None]]
+WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractContextManager[None]]
 
 
 @contextmanager
-def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal` in the running event loop. After the block, further signals exit at once."""
+def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Call `on_signal` in the loop. After the block, further signals exit at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
-    loop = asyncio.get_running_loop()
     # The loop's own handlers restore the defaults when it closes; another SIGHUP would then kill the process.
     for number in numbers:
         signal.signal(number, lambda number, _: loop.call_soon_threadsafe(on_signal, number))

@@ -199,7 +199,7 @@ class ServerRun:
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None
-        with self._signal_watcher(partial(self._on_signal, main_task)):
+        with self._signal_watcher(asyncio.get_running_loop(), partial(self._on_signal, main_task)):
             self._models.launch_engine()
             try:
                 await asyncio.to_thread(_import_slow_modules)

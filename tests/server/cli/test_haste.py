@@ -53,7 +53,7 @@ async def test_second_sigterm_ends_open_requests_before_server_exits() -> None:
     main = cast(Any, asyncio.current_task())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        service = ServerRun(config, cast(SingleModelHost, models), listener, 0.0, lambda _: nullcontext())
+        service = ServerRun(config, cast(SingleModelHost, models), listener, 0.0, lambda *_: nullcontext())
         running = asyncio.create_task(service.run())
         await models.ready.wait()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
