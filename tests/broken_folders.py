@@ -72,9 +72,12 @@ def replace_by(file: str, make: Callable[[Path], object]) -> Change:
 
 
 def weights(header: Any, data: bytes = b"", length: int | None = None) -> Change:
-    source = header if isinstance(header, bytes) else json.dumps(header).encode()
-    content = struct.pack("<Q", len(source) if length is None else length) + source + data
-    return write("model.safetensors", content)
+    def change(folder: Path) -> None:
+        source = header if isinstance(header, bytes) else json.dumps(header).encode()
+        content = struct.pack("<Q", len(source) if length is None else length) + source + data
+        write("model.safetensors", content)(folder)
+
+    return change
 
 
 def edit_header(edit: Callable[[dict[str, Any]], object]) -> Change:
@@ -100,7 +103,7 @@ def split_by(pattern: str) -> Change:
 
 
 def index(weight_map: Any) -> Change:
-    return write("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+    return lambda folder: write("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))(folder)
 
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"

@@ -1,4 +1,5 @@
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,19 @@ pytest_plugins = ["tests.tiers"]
 HELD = 60.0
 """Seconds after its own timeout at which a test's process is ended, because native code does not handle the signal."""
 _stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collection makes a million objects and hardly any garbage. The collector would scan them all the while, and later
+    in every test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,11 @@ def sentence_piece_tokenizer() -> Named:
     return Named("sentence_piece", Tokenizer(backend, special_tokens=special, chat_templates={}))
 
 
-def real_tokenizers() -> list[Named]:
+@cache
+def real_tokenizers() -> tuple[Named, ...]:
     """Folders in ../shared with a tokenizer.json; none if the folder is absent."""
     files = sorted((SHARED / "tokenizers").glob("*/tokenizer.json"))
-    return [Named(file.parent.name, Tokenizer.from_pretrained(file.parent)) for file in files]
+    return tuple(Named(file.parent.name, Tokenizer.from_pretrained(file.parent)) for file in files)
 
 
 def shared(folder: str) -> Path:

@@ -6,6 +6,8 @@ and the best one; the slow tests run all, and matrix tiles too, emulated by trap
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,17 @@ from tests.kernels import trapped
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
-        missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library_or_reason())))
-        isas = native_library.loadable_isas()
-        slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
-        isas += [TILES] if trapped.can_trap() else []
-        metafunc.parametrize(
-            "cpu", [pytest.param(isa, marks=slow.get(isa, ())) for isa in isas] or [missing], indirect=True
-        )
+        metafunc.parametrize("cpu", _isas(), indirect=True)
+
+
+@cache
+def _isas() -> tuple[Any, ...]:
+    """Cases of `cpu`."""
+    isas = native_library.loadable_isas()
+    slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
+    isas += [TILES] if trapped.can_trap() else []
+    missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library_or_reason())))
+    return tuple(pytest.param(isa, marks=slow.get(isa, ())) for isa in isas) or (missing,)
 
 
 @pytest.fixture

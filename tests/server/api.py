@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.served_model import ServedModelSpec
-from tests.server.fake import FakeEngine
+from tests.server.fake import FakeEngine, hashed
 from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
 
@@ -72,6 +73,12 @@ def make_app(
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
     return create_app(client, ServedModelSpec(config, tokenizer, VOCAB_SIZE, defaults or {}), launch_process=FORKED)
+
+
+@cache
+def describe_api() -> dict[str, Any]:
+    """The OpenAPI description."""
+    return make_app(FakeEngine(hashed(b"abc "))).openapi()
 
 
 @asynccontextmanager

@@ -47,7 +47,8 @@ def test_lookup_finds_family_of_every_model_type() -> None:
 
 def test_lookup_imports_no_other_family_when_file_has_type_as_name() -> None:
     code = (
-        "import sys; from quire.engine.families import find_decoder_family, find_encoder_family, find_multimodal_family;"
+        "import sys;"
+        "from quire.engine.families import find_decoder_family, find_encoder_family, find_multimodal_family;"
         "assert find_decoder_family('llama') and not find_encoder_family('llama');"
         "assert find_encoder_family('modernbert') and not find_multimodal_family('llama');"
         "print(*sorted(name.rpartition('.')[2] for name, module in sys.modules.items()"

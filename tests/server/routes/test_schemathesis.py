@@ -5,6 +5,7 @@ format.
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from tests.server.api import make_app, open_api
+from tests.server.api import describe_api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.server.routes.test_vectors import serving
 from tests.texts import pair_tokenizer
@@ -36,18 +37,19 @@ GROUP = "/init_weights_group"
 """Waits for the other ranks of a group, in a process of its own, for the number of seconds in the request."""
 
 
-def operations() -> list[Any]:
+@cache
+def operations() -> tuple[Any, ...]:
     """Return every method of every route, except routes that wait and streams without end. Operations without a body
     are described by their path alone.
     """
-    description = make_app(FakeEngine(hashed(ENGINE_TOKENS))).openapi()
-    all_operations = [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
+    description = schemathesis.openapi.from_dict(describe_api())
+    all_operations = [result.ok() for result in description.get_all_operations()]
     waits = (RECORDS, GROUP)
-    return [
+    return tuple(
         each
         for each in all_operations
         if each.path not in waits and "text/event-stream" not in str(each.definition.raw)
-    ]
+    )
 
 
 def operation_cases() -> list[Any]:
