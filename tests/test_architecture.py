@@ -441,6 +441,7 @@ def _heavy_imports(path: Path) -> list[str]:
         ("quire.kernels", ()),
         # imported by every command
         ("quire.server.cli.main", ("asyncio", "dataclasses", "importlib.metadata", "msgspec", "pydantic")),
+        ("quire.server.cli.models.downloaded", ("pydantic", "quire.engine.families")),
         ("quire.server.cli.plan.command", ("asyncio", "fastapi", "httpx", "numpy", "PIL", "tokenizers")),
         # imported before the engine process starts, which takes longest
         ("quire.server.cli.serve", ("fastapi", "starlette", "numpy", "PIL", "prometheus_client", "jinja2")),

@@ -11,7 +11,7 @@ from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.config_types import JsonObject
 from quire.engine.common.errors import ModelError
 from quire.engine.common.folder_reader import read_json_if_present
-from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
+from quire.engine.gguf.file_names import GGUF_SUFFIX, model_stem
 from quire.engine.text.chat_messages import RESERVED_VARIABLES
 from quire.engine.unsupported_options import redundant_vllm_value_reason
 

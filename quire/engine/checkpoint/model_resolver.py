@@ -42,8 +42,8 @@ from quire.engine.families.base.schema.config_schema import (
     PlanConfigFields,
     TransformersConfigFields,
 )
+from quire.engine.gguf.file_names import GGUF_SUFFIX
 from quire.engine.gguf.model_files import (
-    GGUF_SUFFIX,
     PACKAGED_MODELS,
     ModelFiles,
     find_gguf_file,

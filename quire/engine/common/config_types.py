@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from quire.engine.common.speculative_keys import IGNORED_VLLM_KEYS, UNSUPPORTED_DRAFT_METHODS
+
 
 def _parse_json_object(value: object) -> object:
     """Raises ValueError."""
@@ -59,44 +61,6 @@ CheckpointQuantization = Literal[
 
 
 _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
-UNSUPPORTED_DRAFT_METHODS = (
-    "dflash",
-    "dspark",
-    "mlp_speculator",
-    "p-eagle",
-    "gemma4_mtp_assistant",
-    "extract_hidden_states",
-)
-"""vLLM's. No method changes answers, so the model is served without one."""
-_IGNORED_VLLM_KEYS = {
-    "attention_backend",
-    "moe_backend",
-    "enforce_eager",
-    "max_model_len",
-    "quantization",
-    "revision",
-    "code_revision",
-    "draft_tensor_parallel_size",
-    "draft_sample_method",
-    "rejection_sample_method",
-    "draft_load_config",
-    "disable_by_batch_size",
-    "disable_logprobs",
-    "disable_padded_drafter_batch",
-    "parallel_drafting",
-    "speculative_token_tree",
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-    "use_heterogeneous_vocab",
-    "kv_cache_dtype",
-    "prompt_lookup_max",
-    "synthetic_acceptance_rates",
-    "use_local_argmax_reduction",
-    "tensor_parallel_size",
-}
-"""Only affect the speed of drafting."""
 
 
 class KVEventsConfig(BaseModel):
@@ -162,7 +126,7 @@ class SpeculativeConfig(BaseModel):
         """Also infers a missing method like vLLM."""
         if not isinstance(value, dict):
             return value
-        settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
+        settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
         method = settings.get("method")
         if method is None and settings.get("model") is not None:
             settings["method"] = infer_draft_method_from_name(str(settings["model"]))
@@ -191,21 +155,6 @@ class SpeculativeConfig(BaseModel):
         if self.has_weights != (self.model is not None):
             raise ValueError("draft_model, eagle, eagle3 and medusa need a model; other methods take none")
         return self
-
-
-def ignored_speculative_keys_reason(value: object) -> str:
-    """Why a part of a speculative_config is ignored; "" if none is."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return ""
-    if not isinstance(value, dict):
-        return ""
-    if value.get("method") in UNSUPPORTED_DRAFT_METHODS:
-        return f"there is no draft method {value['method']} here; drafts never change an answer"
-    names = sorted(value.keys() & _IGNORED_VLLM_KEYS)
-    return f"{', '.join(names)}: drafts are made with the served model's settings" if names else ""
 
 
 def infer_draft_method_from_name(model: str) -> str:

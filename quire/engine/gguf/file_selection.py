@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from quire.engine.common.errors import ModelError
-from quire.engine.gguf.model_files import GGUF_SUFFIX, PART_PATTERN
+from quire.engine.gguf.file_names import GGUF_SUFFIX, PART_PATTERN
 
 _QUANT_PATTERN = r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?)"
 _TAG_PATTERN = re.compile(rf"(?:^|[-_. ])({_QUANT_PATTERN})$", re.IGNORECASE)

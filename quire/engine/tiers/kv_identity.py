@@ -18,7 +18,7 @@ from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.tensor_headers import find_weight_files
 from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
+from quire.engine.gguf.file_names import GGUF_SUFFIX, model_stem
 
 log = logging.getLogger("quire.tiers")
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.engine import unsupported_options
-from quire.engine.common.config_types import ignored_speculative_keys_reason
+from quire.engine.common.speculative_keys import ignored_speculative_keys_reason
 
 _SWITCH_ON, _SWITCH_OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _PLUGIN_FLAGS = {

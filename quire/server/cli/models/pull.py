@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import needs_download, pull_model
 from quire.engine.common.config import EngineConfig
-from quire.engine.gguf.model_files import GGUF_SUFFIX, part_paths
+from quire.engine.gguf.file_names import GGUF_SUFFIX, part_paths
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.downloaded import format_size
 from quire.server.cli.unknown_flags import parse_flags

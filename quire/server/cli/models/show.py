@@ -14,7 +14,8 @@ from quire.engine.checkpoint.model_catalog import CatalogEntry, load_catalog
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.common.errors import ModelError, QuireError
-from quire.engine.gguf.model_files import ModelFiles, part_paths
+from quire.engine.gguf.file_names import part_paths
+from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, special_tokens_from_config
 from quire.server.cli.flags import ExclusiveFlags, build_parser
