@@ -65,17 +65,17 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
 
     def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
-        """Both have a model. A changed field that leaves the tokens as they were is no change."""
+        """Both have a model. A changed part that leaves all full blocks as they were is no change."""
         num_common = 0
         if self.parts["model"] == earlier.parts["model"]:
             num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
-        missed_tokens = min(self.reusable_tokens, earlier.reusable_tokens) - num_common
-        changed = self._find_changed_part(earlier) if missed_tokens else ""
-        if not changed:
+        num_comparable = min(self.reusable_tokens, earlier.reusable_tokens)
+        changed = self._find_changed_part(earlier)
+        if not changed or 0 < num_comparable == num_common:
             return CacheDiagnosis("unchanged")
         if changed == SETTINGS:
             return CacheDiagnosis("unavailable")
-        return CacheDiagnosis("changed", changed, missed_tokens, earlier.reusable_tokens)
+        return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
         """ "" if messages were only appended, so that the chat template renders earlier ones differently."""

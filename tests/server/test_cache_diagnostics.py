@@ -48,7 +48,15 @@ def test_diagnosis_is_unchanged_without_lost_blocks_or_changed_parts() -> None:
         fingerprint([-1] * 200, ["a", "b"]),  # the template renders earlier messages differently
     ):
         assert later.diagnose_change_from(earlier) == CacheDiagnosis("unchanged")
-    assert fingerprint([1] * 15, ["a"]).diagnose_change_from(fingerprint([2] * 15, ["b"])).outcome == "unchanged"
+
+
+def test_diagnosis_of_prompts_below_block_goes_by_their_parts() -> None:
+    earlier = fingerprint([1] * 15, ["a"])
+    assert fingerprint([2] * 15, ["b"]).diagnose_change_from(earlier) == CacheDiagnosis("changed", "messages")
+    assert fingerprint([2] * 80, ["a", "b"]).diagnose_change_from(earlier) == CacheDiagnosis("unchanged")
+    assert earlier.diagnose_change_from(fingerprint(TOKENS, ["b"])) == CacheDiagnosis(
+        "changed", "messages", 0, REUSABLE
+    )
 
 
 def test_diagnosis_of_other_model_loses_all_blocks() -> None:
@@ -83,7 +91,7 @@ def test_missed_tokens_are_whole_blocks_that_differ(one: list[int], other: list[
     while equal < min(map(len, full)) and full[0][equal] == full[1][equal]:
         equal += 1
     assert found.missed_tokens == (min(map(len, full)) - equal) * BLOCK_TOKENS
-    assert (found.outcome == "changed") == (found.missed_tokens > 0)
+    assert (found.outcome == "changed") == (found.missed_tokens > 0 or min(map(len, full)) == 0)
 
 
 def test_fingerprint_holds_no_text_and_few_bytes_per_token() -> None:

@@ -15,7 +15,9 @@ from tests.server import anthropic, openai_responses
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.server.resolve.test_tool_requests import HERMES
+from tests.server.routes import test_agents
 from tests.server.routes.test_streams import keeping, read_stream
+from tests.server.scripted import TEMPLATE, ScriptedEngine
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 BETA = {"anthropic-beta": "claude-code-20250219,cache-diagnosis-2026-04-07"}
@@ -153,7 +155,7 @@ async def test_weight_update_changes_model() -> None:
         ({}, None),
         ({"input": [user(LONG), {"role": "assistant", "content": "So?"}, user("On.")]}, None),
         ({"max_output_tokens": 2, "top_p": 0.5, "prompt_cache_key": "key"}, None),
-        ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, None),  # not in the prompt
+        ({"text": {"verbosity": "low"}}, None),  # not in the prompt
         ({"tools": []}, "tools_changed"),
         ({"tools": [], "input": "Hi"}, "tools_changed"),
         ({"instructions": f"It is noon. {LONG}"}, "input_changed"),
@@ -244,6 +246,34 @@ async def test_key_learns_nothing_of_answers_of_other_keys_and_salts() -> None:
         compared = response_body(prompt_cache_options={"comparison_response_id": response["id"]})
         answer = (await api.http.post(RESPONSES, json=compared, headers=two)).json()
         assert answer["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+
+async def agent_turn(api: Api, path: str, sent: dict[str, Any], previous: str | None) -> tuple[str, Any]:
+    """Return the answer's id, and its diagnostics."""
+    if path.startswith(MESSAGES):
+        compared = {**sent, "diagnostics": {"previous_message_id": previous}}
+        answer = await api.http.post(path, json=compared, headers=BETA)
+        message = anthropic.folded(anthropic.named_events(answer.text))
+        return message["id"], message["diagnostics"]
+    answer = await api.http.post(path, json={**sent, "prompt_cache_options": {"comparison_response_id": previous}})
+    response = openai_responses.folded(openai_responses.events_of(answer.text))
+    return response["id"], response.get("prompt_cache_diagnostics")
+
+
+@pytest.mark.parametrize("agent", ["claude_code", "codex"])
+async def test_recorded_agents_change_nothing_until_tool_is_dropped(agent: str) -> None:
+    found = test_agents.record(agent)
+    turns = [(request["path"], test_agents.body(found, request)) for request in found["requests"]]
+    turns = [(path, {**sent, "model": NAME}) for path, sent in turns if sent.get("tools")]
+    async with open_api(ScriptedEngine(["Yes."] * 9), chat_template=TEMPLATE, tool_call_parser="hermes") as api:
+        previous, diagnostics = await agent_turn(api, *turns[0], None)
+        assert diagnostics is None
+        for turn in turns[1:]:
+            previous, diagnostics = await agent_turn(api, *turn, previous)
+            assert diagnostics in (None, {"type": "cache_hit"})
+        path, sent = turns[-1]
+        _, diagnostics = await agent_turn(api, path, {**sent, "tools": sent["tools"][1:]}, previous)
+        assert "tools_changed" in json.dumps(diagnostics)
 
 
 class UncachedEngine(FakeEngine):

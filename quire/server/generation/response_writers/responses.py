@@ -173,7 +173,8 @@ class ResponsesWriter(OutputPartWriter):
 
 
 def diagnostics_field(diagnosis: CacheDiagnosis) -> dict[str, object]:
-    if diagnosis.outcome == "changed":
+    """As in OpenAI's API, an earlier prompt that is too short for the cache is not compared."""
+    if diagnosis.outcome == "changed" and diagnosis.reusable_tokens:
         changed_part = "input" if diagnosis.changed == "messages" else diagnosis.changed
         return {
             "type": "cache_miss",
