@@ -144,6 +144,9 @@ async def test_cache_diagnostics_take_adapters_for_other_models(model: Path, fol
         reason = {"type": "model_changed", "cache_missed_input_tokens": found}
         assert plain["diagnostics"] == {"cache_miss_reason": reason}
         assert plain["usage"]["cache_read_input_tokens"] == 0
+    async with serving(model, enable_prefix_caching=False) as api:
+        answer = await api.post("/v1/messages", {**body, "diagnostics": {"previous_message_id": "msg_x"}})
+        assert answer["diagnostics"] == {"cache_miss_reason": {"type": "unavailable"}}
 
 
 async def test_adapter_outputs_are_equal_alone_and_batched(model: Path, folders: list[Path]) -> None:
