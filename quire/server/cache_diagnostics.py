@@ -27,7 +27,7 @@ MAX_TOTAL_BYTES = 32 << 20
 _OVERHEAD_BYTES = 700
 """Of a fingerprint with its id."""
 SETTINGS = "settings"
-"""The part that no reason of the vendors' names."""
+"""The part of a fingerprint that none of the vendors' reasons names."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
@@ -37,9 +37,9 @@ class CacheDiagnosis(msgspec.Struct, frozen=True):
     changed: str = ""
     """The first part that changed: one of the fingerprint's, or messages."""
     missed_tokens: int = 0
-    """Tokens after the common beginning that the earlier prompt had as well, in number."""
+    """Tokens of the shorter prompt after the common beginning, in full blocks."""
     reusable_tokens: int = 0
-    """Tokens of the earlier prompt."""
+    """Tokens of the earlier prompt, in full blocks."""
 
 
 class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
