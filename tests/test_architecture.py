@@ -100,6 +100,7 @@ ROOMS = {
         "encoding",
         "error_responses",
         "shared_capacity",
+        "cache_diagnostics",
         "store",
         "protocol",
         "formats",

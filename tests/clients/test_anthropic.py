@@ -8,7 +8,8 @@ from typing import Any, Literal
 import anthropic
 import httpx
 import pytest
-from anthropic.types import MessageTokensCount, ModelInfo, RawMessageStreamEvent
+from anthropic.types import CacheMissSystemChanged, MessageTokensCount, ModelInfo, RawMessageStreamEvent
+from anthropic.types.beta import BetaCacheMissPreviousMessageNotFound
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -55,6 +56,24 @@ def test_anthropic_sdk_message_is_same_whole_and_streamed(server: Any) -> None:
     assert counted.input_tokens == input_tokens
     assert isinstance(counted, MessageTokensCount)
     assert validated_events(server.url, options)[0].type == "message_start"
+
+
+def test_anthropic_sdk_reads_cache_diagnostics_whole_and_streamed(server: Any) -> None:
+    options: dict[str, Any] = {"model": "quire-demo", "max_tokens": 4, "messages": HELLO, "system": "Monday. " * 20}
+    first = client(server.url).messages.create(**options, diagnostics={"previous_message_id": None})
+    assert first.diagnostics is None
+    same: dict[str, Any] = {**options, "diagnostics": {"previous_message_id": first.id}}
+    assert client(server.url).messages.create(**same).diagnostics is None
+    changed = {**same, "system": "Tuesday. " * 20}
+    reason = client(server.url).messages.create(**changed).diagnostics.cache_miss_reason
+    assert isinstance(reason, CacheMissSystemChanged)
+    assert reason.cache_missed_input_tokens > 0
+    with client(server.url).messages.stream(**changed) as stream:
+        assert stream.get_final_message().diagnostics.cache_miss_reason == reason
+    assert validated_events(server.url, changed)[0].message.diagnostics.cache_miss_reason == reason
+    unknown = {**options, "diagnostics": {"previous_message_id": "msg_unknown"}}
+    beta = client(server.url).beta.messages.create(**unknown, betas=["cache-diagnosis-2026-04-07"])
+    assert isinstance(beta.diagnostics.cache_miss_reason, BetaCacheMissPreviousMessageNotFound)
 
 
 def test_anthropic_sdk_forced_tool_choice_returns_valid_tool_use(server: Any) -> None:

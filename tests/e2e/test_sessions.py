@@ -64,3 +64,16 @@ async def test_pinned_session_keeps_blocks_and_warm_restores_same_tokens(server:
         actual, cached = await complete(http, [*talk, *again, 360], session_id="talk")
         assert (actual, cached) == (expected, 304)
         assert (await http.post("/v1/sessions/walk/warm")).status_code == 404
+
+
+async def test_cache_diagnostics_find_answers_of_every_api_process(server: Server) -> None:
+    limits = httpx.Limits(max_keepalive_connections=0)  # a new connection may reach another process
+    async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as http:
+        body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "A fox and a crow. " * 9}]}
+        first = (await http.post("/v1/messages", json={**body, "diagnostics": {}})).json()
+        for turn in range(8):
+            compared = {**body, "system": "Hi. " * 9 * (turn % 2), "diagnostics": {"previous_message_id": first["id"]}}
+            diagnostics = (await http.post("/v1/messages", json=compared)).json()["diagnostics"]
+            assert (diagnostics and diagnostics["cache_miss_reason"]["type"]) == (
+                "system_changed" if turn % 2 else None
+            )

@@ -229,3 +229,5 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Digests of the model's files, wherever they are, and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of linears that adapters may change, for transformers' classes; {}: see lora/target_modules.py."""
+    caches_prefixes: bool = True
+    """False if it is turned off, or not possible with the model's layers."""

@@ -80,4 +80,5 @@ class EngineCoreBuilder:
             code=code_hash().hex(),
             arithmetic=info.arithmetic + kv_offloader.capacity_text,
             notes=self._notes,
+            caches_prefixes=self.worker.caches_prefixes,
         )

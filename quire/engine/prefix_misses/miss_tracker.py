@@ -23,7 +23,7 @@ from quire.engine.prefix_misses.prefix_tree import (
     PrefixTree,
     Visit,
 )
-from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, find_equal_runs
+from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, encode_prompt_tokens, find_equal_runs
 
 MAX_TENANT_BYTES = 16 << 20
 """About 900,000 tokens."""
@@ -127,7 +127,9 @@ class PrefixMissTracker:
         if visit.num_computed >= len(request.prompt_ids):
             answer = [*request.emitted_ids, *generated]
             visit.num_computed = len(request.prompt_ids) + len(answer) - 1
-            self._store_visit(tree, _encode_tokens(request) + array("i", answer).tobytes(), visit)
+            self._store_visit(
+                tree, encode_prompt_tokens(request.prompt_ids, request.spans) + array("i", answer).tobytes(), visit
+            )
 
     def record_cache_reset(self, engine: int) -> None:
         self._engines[engine].generation += 1
@@ -147,7 +149,7 @@ class PrefixMissTracker:
         request = open_request.request
         adapter = "" if request.adapter is None else request.adapter.digest
         namespace = CacheNamespace(request.cache_salt, adapter, weights)
-        tree, tokens = self._get_or_make_tenant_tree(request), _encode_tokens(request)
+        tree, tokens = self._get_or_make_tenant_tree(request), encode_prompt_tokens(request.prompt_ids, request.spans)
         prefix_match = tree.match_prefix(tokens, namespace)
         comparison = _PrefixMissAnalysis(
             prefix_match, tokens, namespace, min(num_cached, len(request.prompt_ids)), self._engines, engine
@@ -326,15 +328,6 @@ def _conversation_and_turn_number(
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1
-
-
-def _encode_tokens(request: EngineCoreRequest) -> bytes:
-    """Four bytes per token. Image tokens become a negative number derived from the content."""
-    token_ids = array("i", request.prompt_ids)
-    for span in request.spans:
-        placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
-        token_ids[span.start : span.start + span.count] = array("i", [max(placeholder, -(2**31))] * span.count)
-    return token_ids.tobytes()
 
 
 def _token_ids_without_images(tokens: bytes) -> list[int]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from quire.engine.common.types import MediaSpan
 
 TOKEN_BYTES = 4
 MIN_RUN_TOKENS = 16
@@ -15,6 +19,15 @@ class EqualRun(NamedTuple):
     old_start: int
     new_start: int
     length: int
+
+
+def encode_prompt_tokens(prompt_ids: Sequence[int], spans: Sequence[MediaSpan]) -> bytes:
+    """Image tokens become a negative number derived from the content."""
+    token_ids = array("i", prompt_ids)
+    for span in spans:
+        placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
+        token_ids[span.start : span.start + span.count] = array("i", [max(placeholder, -(2**31))] * span.count)
+    return token_ids.tobytes()
 
 
 def common_prefix_length(first: bytes, second: bytes) -> int:

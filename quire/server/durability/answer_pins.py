@@ -46,6 +46,7 @@ def pin_identity(
             seed=pins.seed,
             resumable=resumable,
             num_earlier_attempts=resumed.attempt,
+            cache_diagnosis=pins.cache_diagnosis,
         )
     if request.beam_search or not is_journaled:
         return fresh

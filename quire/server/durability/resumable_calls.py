@@ -275,6 +275,7 @@ class ResumableCalls:
             model=resolved.model,
             before=() if resumed is None else all_compute_fingerprints(resumed, identity)[:-1],
             given=input_digest(resolved, identity),
+            cache_diagnosis=resolved.answer_identity.cache_diagnosis,
         )
         call = JournaledCall(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
         retention_seconds = self._grace_seconds if key is None else KEY_RETENTION_SECONDS

@@ -10,6 +10,7 @@ import msgspec
 
 from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan
+from quire.server.cache_diagnostics import CacheDiagnosis, PromptFingerprint
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.response_store import StoredItem
@@ -107,6 +108,8 @@ class AnswerIdentity:
     resumable: bool = False
     """Events are numbered and reproducible: each token is one step."""
     num_earlier_attempts: int = 0
+    cache_diagnosis: CacheDiagnosis | None = None
+    """None unless the body asks for a comparison with an earlier answer's prompt."""
     ignored_headers: str = ""
     """Request headers without effect, comma-separated."""
 
@@ -224,6 +227,10 @@ class GenerationRequest(ResolvedRequest):
     allows_receipt: bool = True
     """False if no caller reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
+    fingerprint: PromptFingerprint | None = None
+    """Without a model. None if later answers are not compared with this one."""
+    compared_id: str = ""
+    """The earlier answer that the prompt is compared with."""
     questions: Sequence[OptionQuestion] = ()
     """For the Decisions API, one per prompt."""
 

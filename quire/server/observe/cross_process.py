@@ -13,6 +13,7 @@ from quire.engine.client.shared_client import SharedClient
 from quire.engine.prefix_misses.recent_turns import Turn
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
+from quire.server.cache_diagnostics import PromptFingerprint, RecentPrompts
 from quire.server.encoding import encode_json, encode_msgpack, method_call_codec, method_handler
 from quire.server.observe import metric_sums
 from quire.server.observe.http_metrics import HttpMetrics, without_process_gauges
@@ -33,7 +34,8 @@ class CrossProcessObserver:
         self._metrics = metrics
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
-        """Belongs to no model."""
+        self.recent_prompts: RecentPrompts | None = None
+        """These belong to no model."""
         self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver
@@ -43,6 +45,7 @@ class CrossProcessObserver:
                 observer_class.cancel_own_requests,
                 observer_class.list_own_conversation_turns,
                 observer_class.find_own_last_turn,
+                observer_class.find_own_prompt,
             )
             for each in shared_methods:
                 self._hub.answering.add(each.__qualname__, method_handler(self, each))
@@ -104,6 +107,13 @@ class CrossProcessObserver:
     def find_own_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
         assert self._client.turns is not None
         return self._client.turns.find_session_turn(tenant, salt, session)
+
+    async def find_peer_prompt(self, owner: str, salt: str, answer_id: str) -> PromptFingerprint | None:
+        prompts = await self._call_peers(CrossProcessObserver.find_own_prompt, owner, salt, answer_id)
+        return prompts[0] if prompts else None
+
+    def find_own_prompt(self, owner: str, salt: str, answer_id: str) -> PromptFingerprint | None:
+        return None if self.recent_prompts is None else self.recent_prompts.find_prompt(owner, salt, answer_id)
 
     async def collect_peer_answer_summaries(self, limit: int) -> list[dict[str, Any]]:
         return await self._call_peers(CrossProcessObserver.summarize_own_answers, limit)

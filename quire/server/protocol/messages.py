@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from quire.engine.common.request_params import MAX_STOP_STRINGS
 from quire.server.protocol.chat_translation import TranslatableBody
 from quire.server.protocol.field_limits import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
+    MAX_SESSION_ID_LENGTH,
     MAX_TOOLS,
     MaxEntries,
     TextOrList,
@@ -179,6 +180,10 @@ class CountTokensRequest(TranslatableBody):
         return not getattr(self.tool_choice, "disable_parallel_tool_use", False)
 
 
+class Diagnostics(BodyModel):
+    previous_message_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
+
+
 class MessagesRequest(CountTokensRequest):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
@@ -195,3 +200,5 @@ class MessagesRequest(CountTokensRequest):
     stream: bool = False
     metadata: dict[str, Any] | None = None
     """Without effect."""
+    diagnostics: Diagnostics | None = None
+    """If given, later messages can be compared with this one."""

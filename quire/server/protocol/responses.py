@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatableBody
-from quire.server.protocol.field_limits import MAX_TOOLS, MaxEntries, TokenLimit
+from quire.server.protocol.field_limits import MAX_SESSION_ID_LENGTH, MAX_TOOLS, MaxEntries, TokenLimit
 from quire.server.protocol.request_bodies import BodyModel
 from quire.server.protocol.response_items import TextOrItemsOrReferences
 from quire.server.protocol.tools import ToolNameText
@@ -126,6 +126,14 @@ class ConversationId(BodyModel):
     id: str
 
 
+class PromptCacheOptions(BodyModel):
+    comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
+    """The response's prompt_cache_diagnostics say where its prompt departs from this response's."""
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool = False
+
+
 class ResponsesRequest(TranslatableBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {
         "messages": "input",
@@ -161,6 +169,7 @@ class ResponsesRequest(TranslatableBody):
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
+    prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
     prompt: Any = None
     """Not supported."""
 
@@ -188,6 +197,9 @@ class ResponsesRequest(TranslatableBody):
             "text.verbosity": self.text.verbosity not in (None, "medium"),
             "reasoning.summary": self.reasoning.summary is not None,
             "safety_identifier": self.safety_identifier is not None,
+            "prompt_cache_options.mode": self.prompt_cache_options.mode == "explicit",
+            "prompt_cache_options.ttl": self.prompt_cache_options.ttl is not None,
+            "prompt_cache_options.prewarm": self.prompt_cache_options.prewarm,
             "include": any(one not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING) for one in self.include),
         }
         for index, tool in enumerate(self.tools):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES
+from quire.server.cache_diagnostics import PromptFingerprint
 from quire.server.config import ServerConfig
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.generation.resolved_request import (
@@ -50,6 +51,9 @@ class ResolvedGeneration:
     def with_responses_fields(self, fields: ResponsesApiFields) -> ResolvedGeneration:
         assert self.request.responses_fields is None, "resolved once"
         return replace(self, request=replace(self.request, responses_fields=fields))
+
+    def with_fingerprint(self, fingerprint: PromptFingerprint | None, compared_id: str | None) -> ResolvedGeneration:
+        return replace(self, request=replace(self.request, fingerprint=fingerprint, compared_id=compared_id or ""))
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:

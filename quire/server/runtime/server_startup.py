@@ -73,6 +73,7 @@ class ServerStartup:
             )
             for each in models.loaded_runtimes:
                 each.cross_process_observer.http_metrics = http_metrics
+                each.cross_process_observer.recent_prompts = app.state.server.recent_prompts
             if persistence is not None:
                 recovery = asyncio.create_task(resume_unfinished_work_forever(persistence, app, self.tenants))
                 exit_stack.callback(recovery.cancel)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.engine.common import clock
+from quire.server.cache_diagnostics import CacheDiagnosis
 from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS
@@ -56,6 +57,7 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     """Fingerprints other than `kernels` that computed the first tokens."""
     given: str = ""
     """Digest of weights and prompts, needed to resume; "" in older journals."""
+    cache_diagnosis: CacheDiagnosis | None = None
 
 
 class JournaledCall(msgspec.Struct, frozen=True, kw_only=True):

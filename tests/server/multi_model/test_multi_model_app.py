@@ -204,6 +204,15 @@ async def test_explain_and_cancel_find_request_of_any_model() -> None:
         assert (await http.delete("/v1/requests/cmpl-two")).status_code == 404
 
 
+async def test_cache_diagnostics_compare_answers_of_several_models() -> None:
+    async with open_multi_model_app("abc", "def") as (_, http):
+        sent = {"model": "abc", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello, hello"}]}
+        first = (await http.post("/v1/messages", json={**sent, "diagnostics": {}})).json()
+        compared = {**sent, "model": "def", "diagnostics": {"previous_message_id": first["id"]}}
+        answer = (await http.post("/v1/messages", json=compared)).json()
+        assert answer["diagnostics"]["cache_miss_reason"]["type"] == "model_changed"
+
+
 async def test_metrics_are_labeled_by_model(tmp_path: Path) -> None:
     async with open_multi_model_app("abc", "def", data_dir=tmp_path) as (_, http):
         await http.post("/v1/completions", json=body("def"))

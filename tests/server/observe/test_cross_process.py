@@ -8,6 +8,7 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.shared_client import SharedClient
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
+from quire.server.cache_diagnostics import RecentPrompts, make_fingerprint
 from quire.server.durability.background import Background
 from quire.server.observe.cross_process import CrossProcessObserver
 from quire.server.observe.metrics import Metrics
@@ -20,13 +21,14 @@ def _open_observer(client: EngineClient) -> CrossProcessObserver:
     """Register all methods that API processes call in each other, as their start does."""
     assert isinstance(client.engine_core, SharedClient)
     others = CrossProcessObserver(client, Metrics(client, "m", 64, {}), RequestLog(9), lambda ids: "")
+    others.recent_prompts = RecentPrompts()
     Background(Peers(client.engine_core, None))
     return others
 
 
 async def test_peer_calls_return_answers_and_leave_processes_alive(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
-        (one, _), (_, two) = ((_open_observer(client), client) for client in server.clients)
+        (one, _), (peer, two) = ((_open_observer(client), client) for client in server.clients)
         stream = two.submit([request("a-0", tokens=400, tenant="x"), request("a-1", tokens=400, tenant="x")], "a")
         await until(lambda: len(server.engine.running) == 2)
         assert await one.cancel_requests_of_peers("unknown", None) == 0
@@ -41,4 +43,10 @@ async def test_peer_calls_return_answers_and_leave_processes_alive(tmp_path: Pat
         assert await one.explain_peer_request("a", caller) is None
         assert await one.collect_conversation_turns("a", caller) == []
         assert await one.find_last_turn("x", "", "a") is None
+        fingerprint = make_fingerprint({"tools": []}, ["Hi"], list(range(40)), ())
+        assert peer.recent_prompts is not None
+        peer.recent_prompts.remember_prompt("x", "salt", "msg_a", fingerprint)
+        assert await one.find_peer_prompt("x", "salt", "msg_a") == fingerprint
+        assert await one.find_peer_prompt("y", "salt", "msg_a") is None
+        assert await peer.find_peer_prompt("x", "salt", "msg_a") is None, "it is no peer's"
         assert all(client.alive for client in server.clients)

@@ -131,6 +131,24 @@ async def test_cached_prefixes_are_shared_only_by_equal_adapters(model: Path, fo
 
 
 @pytest.mark.slow
+async def test_cache_diagnostics_take_adapters_for_other_models(model: Path, folders: list[Path]) -> None:
+    async with serving(model, lora_modules=[f"first={folders[0]}", f"same={folders[0]}"]) as api:
+        body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a tale of " * 5}]}
+        first = await api.post("/v1/messages", {**body, "model": "first", "diagnostics": {}})
+        compared = {**body, "diagnostics": {"previous_message_id": first["id"]}}
+        same = await api.post("/v1/messages", {**compared, "model": "same"})
+        assert same["diagnostics"] is None
+        found = same["usage"]["cache_read_input_tokens"]
+        assert found > 0
+        plain = await api.post("/v1/messages", {**compared, "model": "tiny"})
+        reason = {"type": "model_changed", "cache_missed_input_tokens": found}
+        assert plain["diagnostics"] == {"cache_miss_reason": reason}
+        assert plain["usage"]["cache_read_input_tokens"] == 0
+    async with serving(model, enable_prefix_caching=False) as api:
+        answer = await api.post("/v1/messages", {**body, "diagnostics": {"previous_message_id": "msg_x"}})
+        assert answer["diagnostics"] == {"cache_miss_reason": {"type": "unavailable"}}
+
+
 async def test_adapter_outputs_are_equal_alone_and_batched(model: Path, folders: list[Path]) -> None:
     """Structured outputs, choices, beam search, chat and prompt logprobs give what they give alone, whatever runs
     meanwhile.

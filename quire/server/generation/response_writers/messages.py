@@ -7,6 +7,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from quire.engine.text.tokenizer import Tokenizer
+from quire.server.cache_diagnostics import CacheDiagnosis
 from quire.server.encoding import encode_event, encode_json, encode_with_raw_fields
 from quire.server.error_responses import error_info
 from quire.server.generation.choice_state import ChoiceDelta
@@ -65,7 +66,8 @@ class MessagesWriter(OutputPartWriter):
 
     def _common_message_fields(self) -> dict[str, object]:
         about = {"id": self._request.answer_id, "type": "message", "role": "assistant", "model": self._request.model}
-        return {**about, "container": None, "stop_details": None}
+        diagnostics = diagnostics_field(self._request.answer_identity.cache_diagnosis)
+        return {**about, "container": None, "stop_details": None, "diagnostics": diagnostics}
 
     def _message_start_event(self) -> bytes:
         message = {**self._common_message_fields(), "content": [], "stop_reason": None, "stop_sequence": None}
@@ -92,6 +94,17 @@ class MessagesWriter(OutputPartWriter):
         if self._open_part is None:
             return b""
         return encode_event("content_block_stop", {"type": "content_block_stop", "index": self._block_index})
+
+
+def diagnostics_field(diagnosis: CacheDiagnosis | None) -> dict[str, object] | None:
+    if diagnosis is None or diagnosis.outcome == "unchanged":
+        return None
+    reason: dict[str, object] = {"type": "unavailable"}
+    if diagnosis.outcome == "not_found":
+        reason = {"type": "previous_message_not_found"}
+    elif diagnosis.outcome == "changed":
+        reason = {"type": f"{diagnosis.changed}_changed", "cache_missed_input_tokens": diagnosis.missed_tokens}
+    return {"cache_miss_reason": reason}
 
 
 def content_block(part: OutputPart) -> dict[str, Any]:

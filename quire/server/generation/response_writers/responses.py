@@ -5,6 +5,7 @@ from typing import Any
 
 from quire.engine.common import clock
 from quire.engine.text.tokenizer import Tokenizer
+from quire.server.cache_diagnostics import CacheDiagnosis
 from quire.server.encoding import encode_event, encode_json, encode_with_raw_fields, join_json_array
 from quire.server.error_responses import error_info
 from quire.server.generation.generation import Usage
@@ -88,7 +89,7 @@ class ResponsesWriter(OutputPartWriter):
     def _encode_response(
         self, status: str, usage: Usage | None = None, error: Mapping[str, str] | None = None
     ) -> bytes:
-        head = {
+        head: dict[str, object] = {
             "id": self._request.answer_id,
             "object": "response",
             "created_at": self._created_at,
@@ -100,6 +101,8 @@ class ResponsesWriter(OutputPartWriter):
             "usage": None if usage is None else responses_usage(usage),
             "weights_version": None if usage is None else self.weights_version,
         }
+        if (diagnosis := self._request.answer_identity.cache_diagnosis) is not None:
+            head["prompt_cache_diagnostics"] = diagnostics_field(diagnosis)
         output = join_json_array(item.data for item in self.output_items)
         encoded = encode_with_raw_fields(head, output=output, **({} if usage is None else self.receipt_field))
         return b"%b,%b" % (encoded[:-1], self._echoed_fields[1:])
@@ -167,6 +170,20 @@ class ResponsesWriter(OutputPartWriter):
         done = self._add_done_item(item)
         events.append(self._encode_next_event("response.output_item.done", {"output_index": index}, item=done))
         return b"".join(events)
+
+
+def diagnostics_field(diagnosis: CacheDiagnosis) -> dict[str, object]:
+    """As in OpenAI's API, an earlier prompt that is too short for the cache is not compared."""
+    if diagnosis.outcome == "changed" and diagnosis.reusable_tokens:
+        changed_part = "input" if diagnosis.changed == "messages" else diagnosis.changed
+        return {
+            "type": "cache_miss",
+            "reason": f"{changed_part}_changed",
+            "comparison_reusable_tokens": diagnosis.reusable_tokens,
+            "cache_missed_tokens": diagnosis.missed_tokens,
+        }
+    types = {"unchanged": "cache_hit", "not_found": "comparison_response_not_found"}
+    return {"type": types.get(diagnosis.outcome, "unavailable")}
 
 
 def response_status(finish_reason: str | None) -> str:

@@ -24,6 +24,7 @@ from quire.server.protocol.messages import (
 )
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.chat import params_ignored_by_template, resolve_chat_request
+from quire.server.resolve.checks import check_no_surrogates
 from quire.server.resolve.other_apis.chat_conversion import (
     CallerFields,
     ChatTurn,
@@ -35,6 +36,7 @@ from quire.server.resolve.other_apis.chat_conversion import (
     rename_fields_in_raised_errors,
     tool_result_turn,
 )
+from quire.server.resolve.other_apis.fingerprints import fingerprint_message_prompt
 from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
@@ -67,7 +69,15 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
         chat = chat_request_from_messages(body, model, fields, caller_fields)
-        return resolve_chat_request(chat, model, config, MESSAGES_FORM, ignored=ignored, caller_fields=caller_fields)
+        resolved = resolve_chat_request(
+            chat, model, config, MESSAGES_FORM, ignored=ignored, caller_fields=caller_fields
+        )
+    if body.diagnostics is None:
+        return resolved
+    check_no_surrogates(body.diagnostics.previous_message_id or "", "diagnostics.previous_message_id")
+    (prompt,) = resolved.request.prompts
+    fingerprint = fingerprint_message_prompt(body, chat, prompt, system_texts(body))
+    return resolved.with_fingerprint(fingerprint, body.diagnostics.previous_message_id)
 
 
 def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
@@ -162,13 +172,10 @@ def can_limit_thinking(model: ServedModel) -> bool:
 
 def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
     """Returns at least one."""
-    system = [
-        BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text
-        for text in ([body.system] if isinstance(body.system, str) else [block.text for block in body.system])
-    ]
+    system = system_texts(body)
     turns: list[ChatTurn] = []
-    if any(system):
-        turns.append({"role": "system", "content": chat_parts_from_texts([text for text in system if text])})
+    if system:
+        turns.append({"role": "system", "content": chat_parts_from_texts(system)})
         record_caller_field(turns, "system")
     names_by_call_id: dict[str, str] = {}
     for index, message in enumerate(body.messages):
@@ -180,6 +187,13 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
     if not turns:
         raise InvalidRequest("messages must have content", param="messages")
     return turns
+
+
+def system_texts(body: CountTokensRequest) -> list[str]:
+    """Without empty texts."""
+    texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
+    read_texts = (BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text for text in texts)
+    return [text for text in read_texts if text]
 
 
 def append_user_turns(

@@ -32,6 +32,7 @@ from quire.server.resolve.other_apis.chat_conversion import (
     merge_user_turns,
     rename_fields_in_raised_errors,
 )
+from quire.server.resolve.other_apis.fingerprints import fingerprint_response_prompt
 from quire.server.resolve.other_apis.history import (
     conversation_items,
     load_referenced_items,
@@ -71,6 +72,7 @@ FIELDS_NOT_OF_PROMPT = {
     "background",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
 }
 
 
@@ -110,7 +112,10 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         previous_id=body.previous_response_id,
         conversation_id=conversation,
     )
-    return resolved.with_responses_fields(fields)
+    (prompt,) = resolved.request.prompts
+    fingerprint = fingerprint_response_prompt(body, chat, prompt, [*earlier, *items])
+    compared_id = body.prompt_cache_options.comparison_response_id
+    return resolved.with_responses_fields(fields).with_fingerprint(fingerprint, compared_id)
 
 
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
@@ -147,6 +152,8 @@ def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
             raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
     check_no_surrogates(body.previous_response_id or "", "previous_response_id")
     check_no_surrogates(body.conversation_id or "", "conversation")
+    compared_id = body.prompt_cache_options.comparison_response_id
+    check_no_surrogates(compared_id or "", "prompt_cache_options.comparison_response_id")
     if body.previous_response_id is not None and body.conversation is not None:
         raise InvalidRequest("conversation and previous_response_id exclude each other", param="conversation")
     if body.background and body.store is False:

@@ -1,0 +1,142 @@
+"""Where a prompt departs from an earlier answer's prompt, in OpenAI's and Anthropic's cache diagnostics.
+
+These compare requests, whatever the prefix cache holds; quire/engine/prefix_misses explains what it did not hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from quire.engine.common.types import MediaSpan
+from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, common_prefix_length, encode_prompt_tokens
+from quire.server.encoding import encode_ascii_json
+from quire.server.shared_capacity import BytesByOwner
+
+BLOCK_TOKENS = 16
+"""The prefix cache's unit."""
+DIGEST_BYTES = 8
+MAX_OWNER_BYTES = 4 << 20
+"""Some 70 prompts of 100,000 tokens."""
+MAX_TOTAL_BYTES = 32 << 20
+"""For all owners together."""
+_OVERHEAD_BYTES = 700
+"""Of a fingerprint with its id."""
+SETTINGS = "settings"
+"""The part of a fingerprint that none of the vendors' reasons names."""
+Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
+
+
+class CacheDiagnosis(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    """unavailable: no comparison, or none of the vendors' reasons says what changed."""
+    changed: str = ""
+    """The first part that changed: one of the fingerprint's, or messages."""
+    missed_tokens: int = 0
+    """Tokens of the shorter prompt after the common beginning, in full blocks."""
+    reusable_tokens: int = 0
+    """Tokens of the earlier prompt, in full blocks."""
+
+
+class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of what a prompt was made of; no texts."""
+
+    parts: dict[str, bytes]
+    """All but the messages, in the order in which changes are looked for."""
+    messages: bytes
+    """DIGEST_BYTES per message."""
+    blocks: bytes
+    """DIGEST_BYTES per BLOCK_TOKENS tokens; without the tokens after the last full block, which are never cached."""
+
+    def with_model(self, *identity: str) -> PromptFingerprint:
+        """`identity`: other models' prompts share nothing with this one."""
+        return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.messages) + len(self.blocks) + _OVERHEAD_BYTES
+
+    @property
+    def reusable_tokens(self) -> int:
+        return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
+
+    def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
+        """Both have a model. A changed part that leaves all full blocks as they were is no change."""
+        num_common = 0
+        if self.parts["model"] == earlier.parts["model"]:
+            num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
+        num_comparable = min(self.reusable_tokens, earlier.reusable_tokens)
+        changed = self._find_changed_part(earlier)
+        if not changed or 0 < num_comparable == num_common:
+            return CacheDiagnosis("unchanged")
+        if changed == SETTINGS:
+            return CacheDiagnosis("unavailable")
+        return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
+
+    def _find_changed_part(self, earlier: PromptFingerprint) -> str:
+        """ "" if messages were only appended, so that the chat template renders earlier ones differently."""
+        changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
+        return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
+
+
+def make_fingerprint(
+    parts: Mapping[str, object], messages: Sequence[object], prompt_ids: Sequence[int], spans: Sequence[MediaSpan]
+) -> PromptFingerprint:
+    """`parts` and `messages`: JSON values; the order of keys counts, because templates render it."""
+    tokens = encode_prompt_tokens(prompt_ids, spans)
+    size = BLOCK_TOKENS * TOKEN_BYTES
+    return PromptFingerprint(
+        {name: _digest_json(value) for name, value in parts.items()},
+        b"".join(map(_digest_json, messages)),
+        b"".join(_digest(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size)),
+    )
+
+
+def _digest_json(value: object) -> bytes:
+    return _digest(encode_ascii_json(value))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+class RecentPrompts:
+    """Fingerprints of recent answers' prompts, by owner. The least recent are forgotten first: the owner's above its
+    limit, those of the largest owner above the total's.
+    """
+
+    def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
+        self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
+        self._prompts_by_owner: dict[str, OrderedDict[tuple[str, str], PromptFingerprint]] = {}
+        """Keyed by cache salt and answer id; the latest comes last."""
+        self._sizes = BytesByOwner()
+
+    @property
+    def total_bytes(self) -> int:
+        return self._sizes.total_bytes()
+
+    def remember_prompt(self, owner: str, cache_salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
+        prompts = self._prompts_by_owner.setdefault(owner, OrderedDict())
+        if (replaced := prompts.pop((cache_salt, answer_id), None)) is not None:
+            self._sizes.add_bytes(owner, -replaced.num_bytes)
+        prompts[cache_salt, answer_id] = fingerprint
+        self._sizes.add_bytes(owner, fingerprint.num_bytes)
+        while self._sizes[owner] > self._max_owner_bytes:
+            self._forget_oldest(owner)
+        while self.total_bytes > self._max_total_bytes:
+            self._forget_oldest(self._sizes.largest_owner())
+
+    def find_prompt(self, owner: str, cache_salt: str, answer_id: str) -> PromptFingerprint | None:
+        prompts = self._prompts_by_owner.get(owner)
+        return None if prompts is None else prompts.get((cache_salt, answer_id))
+
+    def _forget_oldest(self, owner: str) -> None:
+        prompts = self._prompts_by_owner[owner]
+        _, oldest = prompts.popitem(last=False)
+        self._sizes.add_bytes(owner, -oldest.num_bytes)
+        if not prompts:
+            del self._prompts_by_owner[owner]
