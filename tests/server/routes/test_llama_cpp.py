@@ -173,6 +173,18 @@ async def test_n_predict_zero_computes_prompt_only() -> None:
         ] == "max_tokens"
 
 
+async def test_vim_instruction_warm_up_generates_nothing(api: Api) -> None:
+    body = {"id_slot": 0, "messages": [{"role": "user", "content": "Hi"}], "samplers": [], "n_predict": 0}
+    body |= {"stream": False, "cache_prompt": True, "response_fields": [""]}
+    answer = await api.post("/v1/chat/completions", body)
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["choices"][0]["message"]["content"] == ""
+    assert api.engine.seen[-1].params.max_tokens == 1
+    await api.post("/v1/chat/completions", {**body, "n_predict": 3})
+    assert api.engine.seen[-1].params.max_tokens == 3
+    await api.post("/v1/chat/completions", {**body, "n_predict": 0, "max_tokens": 0}, 400)
+
+
 async def test_vscode_infill_gets_list_of_completions() -> None:
     async with open_coder(FakeEngine(hashed(b"abc"), eos=[EOS])) as api:
         answers = await api.post("/infill", {**VSCODE, "n_predict": 5, "seed": 1})
