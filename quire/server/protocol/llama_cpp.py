@@ -39,6 +39,7 @@ SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
     "temperature": ("temperature", 1.0),
 }
 """A sampler's field, and its value when `samplers` does not name it."""
+KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
 
 Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A token or a text, and a bias.")]
 
@@ -95,7 +96,7 @@ class LlamaCppBody(EngineRequestBody):
             if extra.get(name) is not None and extra[name] not in neutral_values:
                 raise InvalidRequest(f"{name} is not supported{ALTERNATIVES.get(name, '')}", param=name)
         ignored = [name for name in super().check_params_and_list_ignored() if name not in NEUTRAL_VALUES]
-        known = {*SAMPLER_FIELDS, *UNSUPPORTED_SAMPLERS, "infill"}
+        known = {*KNOWN_SAMPLERS, *UNSUPPORTED_SAMPLERS}
         return [*ignored, *(f"samplers.{name}" for name in self.samplers or () if name not in known)]
 
 

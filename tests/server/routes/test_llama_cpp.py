@@ -48,6 +48,7 @@ VIM: dict[str, Any] = {
     "t_max_prompt_ms": 500,
     "t_max_predict_ms": 250,
     "response_fields": VIM_FIELDS,
+    "model": "",
 }
 VIM_WARM_UP: dict[str, Any] = {
     "id_slot": 0,
@@ -175,7 +176,7 @@ async def test_n_predict_zero_computes_prompt_only() -> None:
 
 async def test_vim_instruction_warm_up_generates_nothing(api: Api) -> None:
     body = {"id_slot": 0, "messages": [{"role": "user", "content": "Hi"}], "samplers": [], "n_predict": 0}
-    body |= {"stream": False, "cache_prompt": True, "response_fields": [""]}
+    body |= {"stream": False, "cache_prompt": True, "response_fields": [""], "model": ""}
     answer = await api.post("/v1/chat/completions", body)
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["choices"][0]["message"]["content"] == ""
@@ -296,7 +297,10 @@ async def test_sampling_fields_reach_engine() -> None:
         assert (seen.params.temperature, seen.params.min_p, seen.params.repetition_penalty) == (0.5, 0.1, 1.5)
         assert seen.params.logit_bias == {97: 2.0, 98: 2.0, 99: -100.0}
         assert (answer["prompt"], answer["generation_settings"]["seed"]) == ("Hi", 7)
-        await api.post("/completion", {"prompt": "a", "n_predict": 1, "samplers": ["min_p"], "temperature": 0.5})
+        body = {"prompt": "a", "n_predict": 1, "samplers": ["min_p", "\ud800"], "temperature": 0.5}
+        answer = await api.http.post("/completion", content=json.dumps(body))
+        assert answer.json()["generation_settings"]["samplers"] == ["min_p"]
+        assert answer.headers["x-ignored-params"] == "samplers.?"
         assert api.engine.seen[-1].params.temperature == 1.0, "samplers leaves temperature out"
         await api.post("/completion", {"prompt": "a", "n_predict": 1, "json_schema": {"type": "integer"}})
         assert api.engine.seen[-1].params.grammar.kind == "json"  # type: ignore[union-attr]
@@ -318,6 +322,8 @@ async def test_sampling_fields_reach_engine() -> None:
         ("/completion", {"prompt": "a", "grammar": "root ::= x"}, "grammar"),
         ("/completion", {"prompt": "a", "grammar": "root ::= a", "json_schema": {}}, "cannot be combined"),
         ("/completion", {"prompt": "\ud800"}, "surrogate"),
+        ("/completion", {"prompt": "a", "logit_bias": [["\ud800", 1]]}, "surrogate"),
+        ("/completion", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ],
 )
 async def test_invalid_bodies_get_llama_cpps_error(api: Api, path: str, body: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.tokenizer import Tokenizer
@@ -67,21 +68,24 @@ def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit:
     """
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)
-    ids = [] if separator is None else [separator, *_encode_source(tokenizer, OPEN_FILE_NAME)]
+    pieces = [] if separator is None else [[separator, *_encode_source(tokenizer, OPEN_FILE_NAME)]]
+    num_ids = sum(map(len, pieces))
     for index in range(len(chunks) - 1, -1, -1):
         chunk, place = chunks[index], f"input_extra[{index}]"
         check_no_surrogates(chunk.text + chunk.filename, place)
-        if len(ids) >= limit:
-            break
+        if num_ids >= limit:
+            continue
         heading = (
             _encode_source(tokenizer, CHUNK_HEADING)
             if separator is None
             else [separator, *_encode_source(tokenizer, chunk.filename + "\n")]
         )
-        ids = [*heading, *_encode_source(tokenizer, chunk.text[-MAX_TOKEN_CHARACTERS * limit :]), *ids]
+        text_ids = _encode_source(tokenizer, chunk.text[-MAX_TOKEN_CHARACTERS * limit :])
+        pieces.append(heading + text_ids)
+        num_ids += len(heading) + len(text_ids)
     if repository is not None:
-        ids = [repository, *_encode_source(tokenizer, REPOSITORY_NAME), *ids]
-    return ids[-limit:]
+        pieces.append([repository, *_encode_source(tokenizer, REPOSITORY_NAME)])
+    return list(chain.from_iterable(reversed(pieces)))[-limit:]
 
 
 def _find_token(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +13,13 @@ from quire.server.generation.response_writers.llama_cpp import RANDOM_SEED, Llam
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.llama_cpp import (
     INFILL_SAMPLER_MIN_P,
+    KNOWN_SAMPLERS,
     SAMPLER_FIELDS,
     InfillRequest,
     LlamaCppBody,
     LlamaCppCompletionRequest,
 )
+from quire.server.resolve.checks import check_no_surrogates
 from quire.server.resolve.completions import resolve_completion_request
 from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors
 from quire.server.resolve.other_apis.infill_prompt import build_infill_prompt, infill_end_token_ids
@@ -31,6 +34,7 @@ FIELD_NAMES = {
     "logprobs": "n_probs",
 }
 NEVER_BIAS = -100.0
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 COPIED_FIELDS = (
     "timeout",
     "queue_timeout",
@@ -66,7 +70,9 @@ def _resolve(
     text = prompt if isinstance(prompt, str) or not repeats_prompt else _decode(model.tokenizer, prompt)
     answer_fields = LlamaCppFields(
         context_length=model.context_length,
-        samplers=tuple(SAMPLER_FIELDS) if body.samplers is None else body.samplers,
+        samplers=[
+            name for name in KNOWN_SAMPLERS if name in (SAMPLER_FIELDS if body.samplers is None else body.samplers)
+        ],
         prompt=text if repeats_prompt and isinstance(text, str) else None,
         response_fields=body.response_fields,
         return_tokens=body.return_tokens,
@@ -137,7 +143,10 @@ def _token_biases(body: LlamaCppBody, tokenizer: Tokenizer) -> dict[int, float] 
     pairs = body.logit_bias.items() if isinstance(body.logit_bias, dict) else body.logit_bias
     biases: dict[int, float] = {}
     for token, bias in pairs:
-        is_id = isinstance(token, int) or (isinstance(body.logit_bias, dict) and token.isdecimal())
-        ids = [int(token)] if is_id else tokenizer.encode(str(token), add_special_tokens=False)
+        if isinstance(token, int) or (isinstance(body.logit_bias, dict) and _TOKEN_ID.fullmatch(token)):
+            ids = [int(token)]
+        else:
+            check_no_surrogates(token, "logit_bias")
+            ids = tokenizer.encode(token, add_special_tokens=False)
         biases |= dict.fromkeys(ids, NEVER_BIAS if bias is False else float(bias))
     return biases
