@@ -34,7 +34,7 @@ FIELD_NAMES = {
     "logprobs": "n_probs",
 }
 NEVER_BIAS = -100.0
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
 COPIED_FIELDS = (
     "timeout",
     "queue_timeout",
