@@ -322,6 +322,8 @@ async def test_sampling_fields_reach_engine() -> None:
         ("/infill", {**VIM, "input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
         ("/completion", {}, "prompt"),
         ("/completion", {"prompt": [1, "two"]}, "/v1/completions takes several prompts"),
+        ("/completion", {"prompt": [-1]}, "out of vocabulary"),
+        ("/completion", {"prompt": []}, "prompt cannot be empty"),
         ("/completion", {"prompt": "a", "mirostat": 2}, "mirostat is not supported"),
         ("/completion", {"prompt": "a", "n_cmpl": 1000}, "n_cmpl"),
         ("/completion", {"prompt": "a", "n_probs": 1000}, "n_probs"),

@@ -19,7 +19,7 @@ from quire.server.protocol.llama_cpp import (
     LlamaCppBody,
     LlamaCppCompletionRequest,
 )
-from quire.server.resolve.checks import check_no_surrogates
+from quire.server.resolve.checks import check_no_surrogates, check_token_ids
 from quire.server.resolve.completions import resolve_completion_request
 from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors
 from quire.server.resolve.other_apis.infill_prompt import build_infill_prompt, infill_end_token_ids
@@ -51,6 +51,8 @@ COPIED_FIELDS = (
 
 def resolve_llama_cpp_completion(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     body = parse_body(body_bytes, LlamaCppCompletionRequest)
+    if isinstance(body.prompt, list):
+        check_token_ids(body.prompt, model.vocab_size, "prompt")
     return _resolve(body, body.prompt, (), model, config)
 
 
@@ -64,19 +66,8 @@ def _resolve(
     body: LlamaCppBody, prompt: str | list[int], end_ids: Sequence[int], model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
     """`end_ids` end the answer, besides the model's."""
-    structured = _structured_outputs(body)
     names = {**FIELD_NAMES, "structured_outputs": "grammar" if body.grammar else "json_schema"}
-    repeats_prompt = body.response_fields is None or "prompt" in body.response_fields
-    text = prompt if isinstance(prompt, str) or not repeats_prompt else _decode(model.tokenizer, prompt)
-    answer_fields = LlamaCppFields(
-        context_length=model.context_length,
-        samplers=[
-            name for name in KNOWN_SAMPLERS if name in (SAMPLER_FIELDS if body.samplers is None else body.samplers)
-        ],
-        prompt=text if repeats_prompt and isinstance(text, str) else None,
-        response_fields=body.response_fields,
-        return_tokens=body.return_tokens,
-    )
+    writer = partial(LlamaCppWriter, _answer_fields(body, prompt, model))
     with rename_fields_in_raised_errors(names):
         request = validate_body(
             {
@@ -92,7 +83,7 @@ def _resolve(
                 "logprobs": body.n_probs or None,
                 "stop_token_ids": end_ids,
                 "return_token_ids": True,
-                "structured_outputs": structured,
+                "structured_outputs": _structured_outputs(body),
             },
             CompletionRequest,
         )
@@ -100,15 +91,26 @@ def _resolve(
             request,
             model,
             config,
-            AnswerForm(partial(LlamaCppWriter, answer_fields), "cmpl-", names),
+            AnswerForm(writer, "cmpl-", names),
             ignored=body.check_params_and_list_ignored(),
             allows_no_tokens=True,
             line_rule=_line_rule(body),
         )
 
 
-def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False)
+def _answer_fields(body: LlamaCppBody, prompt: str | list[int], model: ServedModel) -> LlamaCppFields:
+    """Decodes the prompt only if the answer repeats it."""
+    named = SAMPLER_FIELDS if body.samplers is None else body.samplers
+    text: str | None = None
+    if body.response_fields is None or "prompt" in body.response_fields:
+        text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
+    return LlamaCppFields(
+        context_length=model.context_length,
+        samplers=[name for name in KNOWN_SAMPLERS if name in named],
+        prompt=text,
+        response_fields=body.response_fields,
+        return_tokens=body.return_tokens,
+    )
 
 
 def _line_rule(body: LlamaCppBody) -> LineRule | None:
