@@ -22,6 +22,7 @@ REFUSED = {
     "ssl_certfile": "http_options of Serve's configuration has it",
     "host": "http_options of Serve's configuration has it",
     "port": "http_options of Serve's configuration has it",
+    "uds": "http_options of Serve's configuration has it",
 }
 """Settings that replicas cannot have, and why."""
 IMAGES = {"host", "port"}

@@ -29,6 +29,7 @@ class ServerConfig(EngineConfig):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
+    uds: Path | None = Field(None, description="Path of a Unix socket to listen on, instead of --host and --port")
     api_server_count: int = Field(
         1, ge=1, le=64, description="Number of API processes that share the port and the engines"
     )

@@ -53,7 +53,18 @@ ANTHROPIC_ERROR_TYPES = {
     503: "overloaded_error",
 }
 """By HTTP status. Others: invalid_request_error below 500, api_error from 500."""
+LLAMA_CPP_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+"""By HTTP status. Others have OpenAI's."""
 SYSTEM_ONE_PATH = "/v1/systemone"
+COMPLETION_PATH = "/completion"
+INFILL_PATH = "/infill"
+SLOTS_PATH = "/slots"
 OLLAMA_PREFIX = "/api/"
 RETRY_AFTER_SECONDS = "1"
 UNEXPECTED_MESSAGE = "The server had an error while processing your request. The log has details"
@@ -103,6 +114,18 @@ class ErrorInfo:
             message = f"prompt is too long: {sizes}{message}"
         return encode_ascii_json({"type": "error", "error": {"type": self._anthropic_type, "message": message}})
 
+    def encode_llama_cpp(self) -> bytes:
+        fields: dict[str, object] = {
+            "code": self.status,
+            "message": self.message,
+            "type": LLAMA_CPP_ERROR_TYPES.get(self.status, self.error_type),
+        }
+        if self.code == ContextLengthExceeded.code:  # llama.vscode reads both numbers
+            fields["type"] = "exceed_context_size_error"
+            if token_counts := _TOKEN_COUNTS.search(self.message):
+                fields |= {"n_prompt_tokens": int(token_counts[2]), "n_ctx": int(token_counts[1])}
+        return encode_ascii_json({"error": fields})
+
     @property
     def _anthropic_type(self) -> str:
         other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID_REQUEST_TYPE
@@ -113,6 +136,7 @@ ERROR_ENCODERS = (
     (re.compile(r"/v1/messages(/.*)?", re.DOTALL), ErrorInfo.encode_anthropic),
     (re.compile(rf"{OLLAMA_PREFIX}.*", re.DOTALL), ErrorInfo.encode_ollama),
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
+    (re.compile(f"{COMPLETION_PATH}|{INFILL_PATH}|{SLOTS_PATH}"), ErrorInfo.encode_llama_cpp),
 )
 """By path pattern; other paths use OpenAI's form."""
 

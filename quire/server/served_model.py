@@ -129,8 +129,8 @@ class ServedModel(ServedModelSpec):
         return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
-        """None: the first name. Raises ModelNotFound."""
-        if requested_name is None:
+        """None, and llama.vim's "": the first name. Raises ModelNotFound."""
+        if not requested_name:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:
             raise model_not_found_error(requested_name, [*self.names, *sorted(self.adapters)])

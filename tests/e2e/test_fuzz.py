@@ -47,6 +47,8 @@ BASES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": MESSAGES, "options": {"num_predict": 2}},
     "/api/generate": {"prompt": "a", "options": {"num_predict": 2}},
     "/api/embed": {"input": "a"},
+    "/completion": {"prompt": "a", "n_predict": 2},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 2},
 }
 VALUES: dict[str, tuple[bytes, bytes, bytes]] = {
     "text": (b'"', b"a", b'"'),

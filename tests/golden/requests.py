@@ -127,6 +127,8 @@ _VALID: list[Request] = [
     ("/v1/messages", {"model": MODEL, "messages": _LONG_TALK[1:], "max_tokens": 1, **_MESSAGE_VARIANTS["tool"]}),
     ("/api/chat", {"model": MODEL, "messages": _LONG_TALK, "stream": False, **_OLLAMA_VARIANTS["json"]}),
     ("/api/generate", {"model": MODEL, "prompt": "a", "stream": False, "options": {"num_predict": 1, "seed": 3}}),
+    ("/completion", {"model": MODEL, "prompt": "a", "n_predict": 2, "seed": 3, "response_fields": ["content"]}),
+    ("/infill", {"model": MODEL, "input_prefix": "a", "input_suffix": "b", "n_predict": 1}),
     ("/v1/embeddings", {"model": MODEL, "input": ["a", "b"], "encoding_format": "float", "dimensions": 8}),
     ("/v1/rerank", {"model": MODEL, "query": "a", "documents": ["b", "c"], "top_n": 1}),
     ("/v1/score", {"model": MODEL, "text_1": "a", "text_2": ["b", "c"]}),

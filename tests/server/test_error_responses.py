@@ -219,6 +219,7 @@ def too_long(count: int) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses", {"input": text}),
         ("/api/chat", {"model": NAME, "messages": talk}),
         ("/api/generate", {"model": NAME, "prompt": text}),
+        ("/completion", {"prompt": text}),
     ]
 
 

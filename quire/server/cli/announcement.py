@@ -6,17 +6,23 @@ import json
 import shlex
 import ssl
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from quire.engine import VERSION
 from quire.engine.common.types import EngineInfo
 from quire.server.config import ServerConfig
 
 
-def listen_url(host: str, port: int, *, tls: bool = False) -> str:
-    """A wildcard address becomes the loopback interface."""
+def listen_url(host: str, port: int | None, *, tls: bool = False) -> str:
+    """A wildcard address becomes the loopback interface. A Unix socket has no port."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
+    scheme, suffix = "https" if tls else "http", "" if port is None else f":{port}"
+    return f"{scheme}://[{reachable}]{suffix}" if ":" in reachable else f"{scheme}://{reachable}{suffix}"
+
+
+def shown_address(config: ServerConfig, base: str) -> str:
+    """Where clients connect: a Unix socket's path, or the URL."""
+    return base if config.uds is None else str(config.uds)
 
 
 def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple[str, dict[str, object]]:
@@ -35,7 +41,7 @@ def curl_command(
 ) -> str:
     """Hide the API key."""
     path, body = example_path_and_body(info, has_chat_template=has_chat_template)
-    flags = []
+    flags = [] if config.uds is None else [f"--unix-socket {shlex.quote(str(config.uds))}"]
     if config.has_api_keys:
         flags.append('-H "Authorization: Bearer $OPENAI_API_KEY"')
     if tls is not None:
@@ -48,7 +54,7 @@ def curl_command(
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
     """Empty if the system trusts the certificate for this address."""
-    host, flags = base.partition("://")[2].rpartition(":")[0].strip("[]"), []
+    host, flags = urlsplit(base).hostname or "", []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile
         assert certificate is not None, "there is TLS"
@@ -108,7 +114,7 @@ quire {VERSION}
   model      {names}: {info.dtype} on {info.device}, {weights} loaded in {info.load_seconds:.1f} s
   attention  {info.backend}{notes}
   memory     {info.arithmetic}{plan}{calls}
-  ready      {base} after {seconds:.1f} s; Ctrl-C ends it
+  ready      {shown_address(config, base)} after {seconds:.1f} s; Ctrl-C ends it
 
 {curl_command(config, info, base, tls, has_chat_template=has_chat_template)}
 """

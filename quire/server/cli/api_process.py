@@ -60,6 +60,8 @@ def main() -> int:
 
 def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
     """Raises ConfigError."""
+    if setup.descriptor is not None:
+        return socket.socket(fileno=setup.descriptor)
     listener = socket.socket(setup.family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,8 @@
 """`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
 
 Each API process has its own listening socket (SO_REUSEPORT), so that connections go to the others as soon as one ends.
-This process's socket never listens: it reserves the port.
+This process's socket never listens: it reserves the port. A Unix socket has one file, so all processes share this
+process's.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     """Listening address in the socket module's form."""
     started: float
     """time.perf_counter() when the command began."""
+    descriptor: int | None = None
+    """The Unix socket that all API processes share; None: each binds `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -78,7 +81,7 @@ def check_multi_process_settings(config: ServerConfig, models: Path | None) -> N
         what = "with limits a minute " if name == "api_key_file" else ""
         flag = "--" + name.replace("_", "-")
         raise ConfigError(f"{name}: {flag} {what}needs --api-server-count 1, not {config.api_server_count}", param=name)
-    if not hasattr(socket, "SO_REUSEPORT"):
+    if config.uds is None and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError("api_server_count: this system has no SO_REUSEPORT, by which processes share a port")
 
 
@@ -207,15 +210,21 @@ class ApiProcessManager:
             await asyncio.sleep(_BACKOFF_SECONDS * failures)
 
     def _spawn_process(self, identity: str) -> Child:
+        is_unix = self._listener.family == socket.AF_UNIX
+        descriptor = self._listener.fileno() if is_unix else None
         setup = ApiProcessSetup(
             config=self._config.model_dump_json(exclude_unset=True),
             hub=self._hub_address,
             identity=identity,
             family=self._listener.family,
-            address=self._listener.getsockname(),
+            address=() if is_unix else self._listener.getsockname(),
             started=self._started,
+            descriptor=descriptor,
         )
-        return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
+        launch: Callable[..., Child] = self._dependencies.launch_process
+        if descriptor is not None:
+            launch = partial(launch, descriptors=[descriptor])
+        return launch(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
         exited = asyncio.create_task(process.wait_for_exit())

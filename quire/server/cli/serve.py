@@ -35,7 +35,7 @@ from quire.server.cli.plan.machine import Machine, detect_machine
 from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, raise_open_file_limit, watch_signals
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
-from quire.server.http.listener import bind_or_explain, warn_if_unprotected
+from quire.server.http.listener import open_listener, warn_if_unprotected
 from quire.server.observe import log_setup
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def main(argv: Sequence[str], started: float) -> int:
     models_file = "TOML file of several models to serve, or cache for all downloaded ones"
     add_flag_table(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
     args, config = parse_settings(parser, argv, ServerConfig, "name", gguf="gguf")
+    if config.uds is not None and (other := next((name for name in ("host", "port") if hasattr(args, name)), None)):
+        parser.error(f"--uds and --{other} both say where to listen: give only one of them")
     if config.node_rank:
         if args.models is not None:
             parser.error("--models has no place on machines but the first (--node-rank)")
@@ -95,7 +97,7 @@ def main(argv: Sequence[str], started: float) -> int:
         models = import_module("quire.server.cli.multi_model").MultiModelHost(config, args.models)
     log_setup.set_up_logging(config)
     raise_open_file_limit()
-    with bind_or_explain(config) as listener:
+    with open_listener(config) as listener:
         warn_if_unprotected(config, listener)
         if args.models is None:
             pull_configured_model_if_missing(config)
@@ -250,7 +252,7 @@ class ServerRun:
             self._server.force_exit = self._server.should_exit = True
 
     def _announce_and_tune_gc(self, tls: ssl.SSLContext | None) -> None:
-        host, port = self._listener.getsockname()[:2]
+        host, port = ("localhost", None) if self._config.uds is not None else self._listener.getsockname()[:2]
         seconds = time.perf_counter() - self._started
         base = listen_url(host, port, tls=tls is not None)
         self.publish_announcement(self._models.announcement_text(base, seconds, tls))

@@ -10,6 +10,7 @@ from quire.engine.text.detokenizer import IncrementalDetokenizer, TextDelta
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.formats.message_parser import AssistantMessageParser, MessageDelta
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
+from quire.server.generation.line_limiter import LineLimiter
 from quire.server.generation.message_stream import MessageDeltaStream
 from quire.server.generation.resolved_request import GenerationRequest, Prompt, RepetitionRule
 
@@ -59,7 +60,7 @@ class ChoiceState:
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
-        self._echo_only = request.echo_only
+        self._prompt_only = request.prompt_only
         self._text_stream = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=prompt.ids,
@@ -70,7 +71,7 @@ class ChoiceState:
             if request.message_format is None
             else request.message_format.marker_token_ids(tokenizer),
             min_tokens=params.min_tokens,
-            offsets=params.logprobs is not None or request.message_format is not None,
+            offsets=any((params.logprobs is not None, request.message_format, request.line_rule)),
         )
         extras_requested = (
             params.logprobs is not None,
@@ -86,6 +87,7 @@ class ChoiceState:
             )
         rule = request.repetition_rule
         self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
+        self._line_limiter = None if request.line_rule is None else LineLimiter(request.line_rule)
         self._pending_logprobs: deque[TokenLogprob] = deque()
         self._echoed_text = (prompt.text or "") if request.echo else ""
         self._pending_ids: list[int] | None = [] if request.return_token_ids else None
@@ -95,28 +97,21 @@ class ChoiceState:
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """None: nothing to show yet."""
-        output, repeats = self._cut_echo_only_or_repetition(output)
+        output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
             delta = self._text_stream.push_output(output)
         else:
             delta, message = self._message_stream.push_output(output)
-        reason: str | None = output.finish_reason
-        stop_reason: int | str | None = output.stop_reason
-        if repeats:
-            reason = "repetition"
-            stop_reason = REPETITION_STOP_REASON
-        if delta.stop_string is not None:
-            reason = "stop"
-            stop_reason = delta.stop_string
+        delta, reason, stop_reason = self._find_answer_end(output, delta, repeats=repeats)
+        text = delta.text
         self._update_completion_and_cached_tokens(output, delta.num_used_ids)
         if self._is_text_only and reason is None:
-            return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
+            return ChoiceDelta(self.index, text, []) if output.new_ids or text else None
         tokens = self._collect_answer_tokens(output, delta)
         echoed, echoed_tokens = self._take_echo(output)
         tokens = echoed_tokens + tokens
         self._gather_ids_and_prompt_logprobs(output, delta.num_used_ids)
-        text = delta.text
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
@@ -137,14 +132,26 @@ class ChoiceState:
     def reasoning_tokens(self) -> int:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
-    def _cut_echo_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
+    def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
         """The flag is True if a repetition ends the answer."""
-        if self._echo_only:
+        if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
         if self._repetition_detector is None:
             return output, False
         return self._repetition_detector.cut_repetition(output)
+
+    def _find_answer_end(
+        self, output: EngineCoreOutput, delta: TextDelta, *, repeats: bool
+    ) -> tuple[TextDelta, str | None, int | str | None]:
+        """The delta, cut where a line ends the answer, its finish reason and its stop reason."""
+        if self._line_limiter is not None and (cut := self._line_limiter.cut_delta(delta)) is not None:
+            return cut, "length", None
+        if delta.stop_string is not None:
+            return delta, "stop", delta.stop_string
+        if repeats:
+            return delta, "repetition", REPETITION_STOP_REASON
+        return delta, output.finish_reason, output.stop_reason
 
     def _update_completion_and_cached_tokens(self, output: EngineCoreOutput, num_used_ids: int) -> None:
         self.completion_tokens += num_used_ids

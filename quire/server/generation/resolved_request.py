@@ -73,6 +73,16 @@ class RepetitionRule:
     min_count: int
 
 
+@dataclass(frozen=True, slots=True)
+class LineRule:
+    """llama.cpp's n_indent and t_max_predict_ms: where an answer ends early."""
+
+    min_indent: int = 0
+    """Spaces and tabs that each line after the first must begin with."""
+    max_seconds: float | None = None
+    """From the first token. The answer ends at the next line's end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Made by the station `authorize`."""
@@ -204,6 +214,7 @@ class GenerationRequest(ResolvedRequest):
     length_penalty: float = 1.0
     """For beam search."""
     repetition_rule: RepetitionRule | None = None
+    line_rule: LineRule | None = None
     message_format: RequestMessageFormat | None = None
     """None if all text is content."""
 
@@ -212,7 +223,7 @@ class GenerationRequest(ResolvedRequest):
     continuous_usage: bool = False
     """Each stream event contains the usage so far."""
     echo: bool = False
-    echo_only: bool = False
+    prompt_only: bool = False
     """Drop the one token that the engine must generate."""
     logprobs: bool = False
     prompt_logprobs: int | None = None

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import needs_download, read_raw_config
 from quire.engine.common.errors import ConfigError, ModelError
@@ -9,16 +13,32 @@ from quire.server.access.host_addresses import is_loopback_listener
 from quire.server.config import ServerConfig
 
 log = logging.getLogger("quire.server.cli.serve")
+UNIX_SOCKET_MODE = 0o666
 UNPROTECTED_WARNING = (
     "anyone who can reach %s may use this server, read and delete its stored data, and watch it: no API key is needed "
     "(--api-key, --api-key-file)"
 )
 
 
+@contextmanager
+def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
+    """Removes a Unix socket's file at the end. Raises ConfigError."""
+    listener = bind_or_explain(config)
+    with listener:
+        bound = None if config.uds is None else _file_identity(config.uds)
+        try:
+            yield listener
+        finally:
+            if config.uds is not None and bound is not None and _file_identity(config.uds) == bound:
+                config.uds.unlink()
+
+
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """One error names both a taken port and an invalid model."""
+    """One error names both a taken address and an invalid model."""
     try:
-        return bind_tcp_socket(config.host, config.port)
+        if config.uds is None:
+            return bind_tcp_socket(config.host, config.port)
+        return bind_unix_socket(config.uds)
     except ConfigError as error:
         try:
             if not needs_download(config.model, config.revision):
@@ -42,7 +62,49 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix_socket(path: Path) -> socket.socket:
+    """Like `bind_tcp_socket`. Replaces the file of a server that has ended, and keeps its permissions; others are
+    uvicorn's: every user may connect.
+    """
+    try:
+        mode = _remove_stale_socket(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            path.chmod(mode)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}", param="uds") from None
+    return listener
+
+
+def _remove_stale_socket(path: Path) -> int:
+    """The permissions that the new file should get. Raises ConfigError for other files and for running servers."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return UNIX_SOCKET_MODE
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"uds: {path} is there, and is no socket", param="uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
+        probe.connect(str(path))
+        raise ConfigError(f"uds: another server listens on {path}", param="uds")
+    path.unlink()
+    return stat.S_IMODE(mode)
+
+
+def _file_identity(path: Path) -> tuple[int, int] | None:
+    """None if there is no file."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
     """Warns if other machines can reach a server without keys."""
-    if not (config.has_api_keys or is_loopback_listener(listener)):
+    if not (config.has_api_keys or listener.family == socket.AF_UNIX or is_loopback_listener(listener)):
         log.warning(UNPROTECTED_WARNING, config.host)

@@ -132,7 +132,7 @@ class MultiModelDispatcher:
         """Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
-        if name is None or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):
+        if not name or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):
             return members[0]
         return self.manager.require_model(strip_latest_tag(name, names) if path.startswith(OLLAMA_PREFIX) else name)
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from quire.engine.common.errors import ConfigError, InvalidRequest
 from quire.engine.common.request_params import SETTING_FIELDS, SamplingParams
 from quire.server.access.body_reader import BodyBuffer
+from quire.server.error_responses import COMPLETION_PATH, INFILL_PATH
 from quire.server.protocol.chat import ChatRequest
 
 _SAMPLING_PARAMETERS = tuple(each.name for each in SETTING_FIELDS if each.name != "max_tokens")
@@ -24,12 +25,17 @@ PRESET_PARAMETERS = (
 )
 """Under their names in a chat."""
 _OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+_COMPLETION_PARAMETERS = (*_SAMPLING_PARAMETERS, "max_tokens", "stop")
+_LLAMA_CPP_NAMES = {name: name for name in _COMPLETION_PARAMETERS} | {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+}
+_MAX_TOKENS_NAMES = ("max_tokens", "max_completion_tokens", "n_predict")
 _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/v1/chat/completions": ("messages", {name: name for name in PRESET_PARAMETERS}),
-    "/v1/completions": (
-        "",
-        {name: name for name in (*_SAMPLING_PARAMETERS, "max_tokens", "stop")},
-    ),
+    "/v1/completions": ("", {name: name for name in _COMPLETION_PARAMETERS}),
+    COMPLETION_PATH: ("", _LLAMA_CPP_NAMES),
+    INFILL_PATH: ("", _LLAMA_CPP_NAMES),
     "/v1/messages": (
         "system",
         {name: name for name in ("temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs")}
@@ -92,9 +98,9 @@ def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
     if path.startswith("/api/"):
         options = content.setdefault("options", {})
         if isinstance(options, dict):
-            for name in (*_SAMPLING_PARAMETERS, "max_tokens", "stop"):
+            for name in _COMPLETION_PARAMETERS:
                 _fill_field(options, _OLLAMA_NAMES.get(name, name), preset.parameters.get(name))
-    if content.get("max_completion_tokens") is not None:
+    if any(content.get(name) is not None for name in _MAX_TOKENS_NAMES):
         names = {name: field_name for name, field_name in names.items() if name != "max_tokens"}
     for name, field_name in names.items():
         _fill_field(content, field_name, preset.parameters.get(name))

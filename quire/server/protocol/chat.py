@@ -88,6 +88,8 @@ Messages = Annotated[list[ChatMessage], MaxEntries(MAX_MESSAGES), Field(min_leng
 class ChatRequest(GenerationBody):
     messages: Messages
     max_completion_tokens: TokenLimit | None = None
+    n_predict: int | None = Field(None, ge=-1)
+    """llama.cpp's max_tokens. 0: only compute the prompt, for the prefix cache."""
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
@@ -110,6 +112,12 @@ class ChatRequest(GenerationBody):
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
     """-1: no limit."""
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field and its value; None: no limit."""
+        values = {name: getattr(self, name) for name in ("max_completion_tokens", "max_tokens", "n_predict")}
+        return next(((name, value) for name, value in values.items() if value is not None), ("max_tokens", None))
 
     @property
     def reasoning_template_variables(self) -> dict[str, Any]:

@@ -52,14 +52,15 @@ def resolve_chat_request(
     headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens_name, max_tokens = body.token_limit
+    prompt_only = (max_tokens_name, max_tokens) == ("n_predict", 0)
     headers |= clipped_header(max_tokens, model)
     params = resolve_sampling_params(
         body,
         model,
         config,
-        max_tokens=max_tokens,
-        max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        max_tokens=1 if prompt_only else max_tokens,
+        max_tokens_name=max_tokens_name,
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -88,6 +89,7 @@ def resolve_chat_request(
         answer_grammar=answer if grammars else None,
         schema_headers=answer.schema_headers(),
         echo=body.echo,
+        prompt_only=prompt_only,
     )
 
 

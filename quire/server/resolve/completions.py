@@ -7,7 +7,7 @@ import msgspec
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.null_tokenizer import check_text_params
 from quire.server.config import ServerConfig
-from quire.server.generation.resolved_request import OptionQuestion
+from quire.server.generation.resolved_request import LineRule, OptionQuestion
 from quire.server.generation.response_writers.completion_chunks import CompletionWriter
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.protocol.request_bodies import ignored_params_header
@@ -36,23 +36,27 @@ def resolve_completion_request(
     *,
     ignored: Sequence[str] = (),
     questions: Sequence[OptionQuestion] = (),
+    allows_no_tokens: bool = False,
+    line_rule: LineRule | None = None,
 ) -> ResolvedGeneration:
-    """`ignored`: further parameters without effect."""
+    """`ignored`: further parameters without effect. `allows_no_tokens`: max_tokens 0 computes the prompt, for the
+    prefix cache.
+    """
     name = model.resolve_model_name(body.model)
     headers = ignored_params_header([*ignored, *body.check_params_and_list_ignored()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     headers |= clipped_header(max_tokens, model)
-    echo_only = body.echo and max_tokens == 0
-    if echo_only and body.logprob_token_ids:
+    prompt_only = max_tokens == 0 and (body.echo or allows_no_tokens)
+    if prompt_only and body.logprob_token_ids:
         message = "logprob_token_ids applies to generated tokens, and echo with max_tokens 0 generates none"
         raise InvalidRequest(message, param="logprob_token_ids")
     params = resolve_sampling_params(
         body,
         model,
         config,
-        max_tokens=1 if echo_only else max_tokens,
+        max_tokens=1 if prompt_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=_max_or_none(body.prompt_logprobs, body.logprobs if body.echo else None),
     )
@@ -72,7 +76,8 @@ def resolve_completion_request(
         logprobs=body.logprobs is not None,
         headers=headers,
         echo=body.echo,
-        echo_only=echo_only,
+        prompt_only=prompt_only,
+        line_rule=line_rule,
         questions=questions,
         grammars=answer.build_grammars(model),
         schema_headers=answer.schema_headers(),

@@ -30,6 +30,7 @@ INFILL_TOKENS = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4.5
 )
 """Marks of prefix, suffix and middle."""
 CODESTRAL_INFILL_TOKENS = ("[SUFFIX]", "[PREFIX]")
@@ -109,12 +110,18 @@ def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer
 
 
 def build_infill_ids(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix_ids: Sequence[int], *, add_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    suffix_ids: Sequence[int],
+    *,
+    add_special_tokens: bool,
+    extra_ids: Sequence[int] = (),
+    param: str = "suffix",
 ) -> list[int]:
-    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens. Raises
-    InvalidRequest if the tokenizer lacks the marks.
+    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens; `extra_ids`,
+    other files, come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
     """
-    begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
+    begin = [*tokenizer.encode("", add_special_tokens=add_special_tokens), *extra_ids]
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
         match [token_id for mark in marks if (token_id := tokenizer.backend.token_to_id(mark)) is not None]:
             case [before, between, middle]:
@@ -122,7 +129,7 @@ def build_infill_ids(
             case [before, between] if marks is CODESTRAL_INFILL_TOKENS:
                 return [*begin, before, *suffix_ids, between, *prompt_ids]
     raise InvalidRequest(
-        "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens", param="suffix"
+        f"{param} is not supported: this model's tokenizer has no fill-in-the-middle tokens", param=param
     )
 
 

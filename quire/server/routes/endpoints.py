@@ -16,6 +16,7 @@ from quire.server.resolve.invocations import resolve_invocation
 from quire.server.routes.api_description import BodySchema
 from quire.server.routes.endpoint_tables.endpoint import Endpoint
 from quire.server.routes.endpoint_tables.generation_endpoints import GENERATION_ENDPOINTS
+from quire.server.routes.endpoint_tables.llama_cpp_endpoints import LLAMA_CPP_ENDPOINTS
 from quire.server.routes.endpoint_tables.ollama_endpoints import OLLAMA_ENDPOINTS
 from quire.server.routes.endpoint_tables.token_endpoints import TOKEN_ENDPOINTS
 from quire.server.routes.endpoint_tables.vector_endpoints import VECTOR_ENDPOINTS
@@ -32,6 +33,7 @@ ENDPOINTS = (
         (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
     ),
     *OLLAMA_ENDPOINTS,
+    *LLAMA_CPP_ENDPOINTS,
     *TOKEN_ENDPOINTS,
 )
 

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from quire.engine import VERSION
-from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
 from quire.server.access.admission import ModelRoute, RateLimitedRoute
 from quire.server.adapter_registry import AdapterRegistry
-from quire.server.encoding import encode_ascii_json
+from quire.server.encoding import encode_ascii_json, encode_json
+from quire.server.error_responses import SLOTS_PATH
 from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.api_description import BodySchema
@@ -129,6 +130,24 @@ async def props(request: Request) -> dict[str, Any]:
         "build_info": f"quire {VERSION}",
         "is_sleeping": runtime.client.engine_core.asleep,
     }
+
+
+@rate_limited_router.get(SLOTS_PATH, response_model=None)
+async def list_slots(request: Request, fail_on_no_slot: bool = False) -> Response:
+    """llama.cpp's view of the load: --max-num-seqs slots, and how many of them are busy. Says nothing about requests.
+    With fail_on_no_slot=1, 503 if none is free.
+    """
+    model, runtime = get_model(request), get_runtime(request)
+    total, stats = runtime.config.max_running_requests, runtime.client.engine_core.stats
+    num_busy = min(total, stats.running)
+    if fail_on_no_slot and num_busy == total:
+        raise Overloaded("no slot is free")
+    speculative = runtime.config.speculative_config is not None
+    slots = [
+        {"id": i, "n_ctx": model.context_length, "speculative": speculative, "is_processing": i < num_busy}
+        for i in range(total)
+    ]
+    return Response(encode_json(slots), media_type="application/json")
 
 
 @rate_limited_router.get("/tokenizer_info", response_model=None)

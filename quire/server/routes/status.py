@@ -22,7 +22,8 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
     """200 if the engine works or was put to sleep; 503 if it is silent, being replaced or gone, or the server is
-    shutting down. The body is empty, or gives the reason why --data-dir takes no writes.
+    shutting down. The body of a 200 is a JSON object with status "ok", as in llama.cpp, and the reason if --data-dir
+    takes no writes.
     """
     runtime = _single_runtime(request)
     return health_response(request, is_healthy=runtime.client.healthy and not runtime.admission.is_draining)
@@ -74,11 +75,14 @@ async def metrics(request: Request) -> Response:
 
 def health_response(request: Request, *, is_healthy: bool) -> Response:
     """A server that cannot write its data answers everything else, so it is healthy; the body tells the reason."""
-    durable, status = get_server_context(request).persistence, 200 if is_healthy else 503
-    if durable is None or not durable.data_dir_status.refusal:
-        return Response(status_code=status)
-    body = {"data_dir": f"Nothing can be saved now: {durable.data_dir_status.refusal}"}
-    return Response(encode_json(body), status, media_type="application/json")
+    durable, body = get_server_context(request).persistence, dict[str, str]()
+    if is_healthy:
+        body["status"] = "ok"
+    if durable is not None and durable.data_dir_status.refusal:
+        body["data_dir"] = f"Nothing can be saved now: {durable.data_dir_status.refusal}"
+    if not body:
+        return Response(status_code=503)
+    return Response(encode_json(body), 200 if is_healthy else 503, media_type="application/json")
 
 
 def _single_runtime(request: Request) -> ModelRuntime:

@@ -57,8 +57,8 @@ def test_signature_and_help_show_options_with_defaults(made: type[Any]) -> None:
 
 
 def test_engine_args_constructor_rejects_unknown_option() -> None:
-    with pytest.raises(ConfigError, match="uds: no such setting, a proxy in front"):
-        EngineArgs("m", uds=4)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="middleware: no such setting, a proxy in front"):
+        EngineArgs("m", middleware=4)  # type: ignore[call-arg]
 
 
 def test_options_without_effect_are_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,10 +201,10 @@ def test_help_shows_every_field_with_description_and_default() -> None:
 
 
 def test_unknown_flags_are_answered_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    message = usage_error(capsys, "--uds", "4", "-ngl=9", "--sise", "2", "--zzz")
+    message = usage_error(capsys, "--middleware", "4", "-ngl=9", "--sise", "2", "--zzz")
     assert message.splitlines() == [
         "small: cannot be understood:",
-        "  --uds: a proxy in front can do it",
+        "  --middleware: a proxy in front can do it",
         "  -ngl: --cpu-offload-gb leaves a GPU's layers in the host's memory, --weights-on-disk a CPU's on a disk",
         "  --sise: did you mean --size?",
         "  --zzz: not known; see --help",

@@ -241,11 +241,11 @@ async def test_ollama_api_lists_and_serves_every_model() -> None:
         assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc", "def"]
 
 
-async def test_empty_model_name_returns_404() -> None:
+async def test_empty_model_name_is_the_first_model() -> None:
+    """As in vLLM; llama.vim sends it."""
     async with open_multi_model_app("abc", "def") as (_, http):
         answer = await http.post("/v1/completions", json=body(""))
-        assert answer.status_code == 404
-        assert answer.json()["error"]["message"].endswith("served here: abc, def")
+        assert (answer.status_code, answer.json()["model"]) == (200, "abc")
 
 
 async def test_batch_fails_lines_of_unloadable_model_without_waiting(tmp_path: Path) -> None:

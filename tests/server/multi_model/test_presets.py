@@ -107,6 +107,18 @@ async def test_every_api_applies_preset(path: str, body: dict[str, Any], stream:
         assert engines[0].seen[-1].params.max_tokens == 4
 
 
+async def test_llama_cpps_endpoints_get_presets_parameters(tmp_path: Path) -> None:
+    async with open_app(read_models(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+        for fields, most in (({}, 4), ({"n_predict": 2}, 2), ({"n_predict": 0}, 1)):
+            answer = await http.post("/completion", json={"model": "pirate", "prompt": "Hi", **fields})
+            assert answer.status_code == 200, answer.text
+            params = engines[0].seen[-1].params
+            assert (params.temperature, params.max_tokens) == (0.25, most)
+        warm_up = {"model": "pirate", "messages": MESSAGES, "n_predict": 0}
+        answer = await http.post("/v1/chat/completions", json=warm_up)
+        assert answer.json()["usage"]["completion_tokens"] == 0
+
+
 async def test_request_fields_override_preset(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     async with open_app(read_models(tmp_path, SMALL + PIRATE)) as (engines, http, _):

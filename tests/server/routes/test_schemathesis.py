@@ -108,8 +108,11 @@ def check_response(response: httpx.Response, path: str) -> None:
         check_error(response.json(), path)
         in_time = "timeout" not in response.text  # 503 and 504, which the request's own timeout causes
         assert response.status_code < 500 or not in_time, response.text
-    elif response.headers.get("content-type", "").startswith("application/json"):
+    elif response.request.method != "HEAD" and response.headers.get("content-type", "").startswith("application/json"):
         assert response.json() is not None
+
+
+ERROR_TYPES = ("not_found_error", "server_error", "unavailable_error")
 
 
 def check_error(body: Any, path: str) -> None:
@@ -124,6 +127,10 @@ def check_error(body: Any, path: str) -> None:
     assert set(body) == {"error"}
     if path.startswith("/api/"):  # as Ollama has them
         assert isinstance(body["error"], str)
+        return
+    if path in ("/completion", "/infill", "/slots"):  # as llama.cpp has them
+        assert set(body["error"]) - {"n_prompt_tokens", "n_ctx"} == {"code", "message", "type"}
+        assert body["error"]["type"] in {"invalid_request_error", "exceed_context_size_error", *ERROR_TYPES}
         return
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert isinstance(body["error"]["message"], str)

@@ -40,6 +40,8 @@ def open_client_or_start_server(
 
             transport = httpx.HTTPTransport(uds=stack.enter_context(run_server_on_private_socket(config)))
             base = "http://quire"
+        elif url.startswith("unix:"):
+            base, transport = "http://localhost", httpx.HTTPTransport(uds=url.removeprefix("unix:").removeprefix("//"))
         else:
             base, transport = (
                 normalize_server_url(url, tls=cacert is not None),

@@ -1,0 +1,127 @@
+"""llama.cpp's API: POST /completion and /infill. llama.vim and llama.vscode send the latter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field, StrictInt, WrapValidator
+
+from quire.engine.common.errors import InvalidRequest
+from quire.server.protocol.field_limits import MAX_LISTED_TOKEN_IDS, MaxEntries, TokenIds, validate_with_one_error
+from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, EngineRequestBody
+
+MAX_EXTRA_CHUNKS = 1024
+MAX_NAMES = 128
+"""Of samplers, and of fields of the answer."""
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "dynatemp_range": (0,),
+    "typical_p": (1,),
+    "top_n_sigma": (-1, 0),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "mirostat": (0,),
+    "post_sampling_probs": (False,),
+    "image_data": ([],),
+    "lora": ([],),
+}
+"""Other values would change the answer, so they are refused."""
+ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
+UNSUPPORTED_SAMPLERS = ("penalties", "dry", "typ_p", "typical_p", "top_n_sigma", "xtc")
+"""Named without effect: their fields are neutral, or apply anyway (penalties)."""
+INFILL_SAMPLER_MIN_P = 0.2
+"""llama.cpp's sampler `infill` drops tokens of lower probability; here, of a lower share of the likeliest one's."""
+SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
+    "top_k": ("top_k", 0),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 0.0),
+    "temperature": ("temperature", 1.0),
+}
+"""A sampler's field, and its value when `samplers` does not name it."""
+KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
+
+Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A token or a text, and a bias.")]
+
+
+class LlamaCppBody(EngineRequestBody):
+    n_predict: int | None = None
+    """Negative: up to the context. 0: only compute the prompt, for the prefix cache."""
+    max_tokens: int | None = None
+    """Same as n_predict."""
+    n_cmpl: int = 1
+    temperature: float | None = None
+    top_k: int | None = Field(None, lt=2**31)
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
+    """Those that apply; default: all."""
+    seed: int | None = None
+    """-1: random."""
+    stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
+    ignore_eos: bool = False
+    logit_bias: (
+        Annotated[list[Bias], MaxEntries(MAX_LISTED_TOKEN_IDS)]
+        | Annotated[dict[str, float | bool], MaxEntries(MAX_LISTED_TOKEN_IDS)]
+        | None
+    ) = None
+    """false: never."""
+    grammar: str = ""
+    """GBNF."""
+    json_schema: Any = None
+    n_probs: int = Field(0, ge=0)
+    n_indent: int = Field(0, ge=0)
+    """The answer ends at a line that begins with fewer spaces and tabs."""
+    t_max_predict_ms: float = Field(0.0, le=86_400_000.0)
+    """The answer ends with the line that is being written so long after the first token; 0 and below: never."""
+    stream: bool = False
+    return_tokens: bool = False
+    response_fields: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
+    """Paths such as timings/prompt_ms; default: all."""
+    cache_prompt: bool = True
+    """Without effect: the prefix cache never changes an answer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """-1: up to the context."""
+        count = self.max_tokens if self.n_predict is None else self.n_predict
+        return -1 if count is None else max(-1, count)
+
+    def check_params_and_list_ignored(self) -> list[str]:
+        extra = self.model_extra or {}
+        for name, neutral_values in NEUTRAL_VALUES.items():
+            if extra.get(name) is not None and extra[name] not in neutral_values:
+                raise InvalidRequest(f"{name} is not supported{ALTERNATIVES.get(name, '')}", param=name)
+        ignored = [name for name in super().check_params_and_list_ignored() if name not in NEUTRAL_VALUES]
+        known = {*KNOWN_SAMPLERS, *UNSUPPORTED_SAMPLERS}
+        return [*ignored, *(f"samplers.{name}" for name in self.samplers or () if name not in known)]
+
+
+def _explain_prompt(prompt: Any) -> str:
+    return "prompt must be a string or a list of token ids: /v1/completions takes several prompts" if prompt else ""
+
+
+class LlamaCppCompletionRequest(LlamaCppBody):
+    prompt: Annotated[
+        str | TokenIds, WrapValidator(partial(validate_with_one_error, "prompt", explain_error=_explain_prompt))
+    ]
+
+
+class InfillChunk(BodyModel):
+    """A piece of another file."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(LlamaCppBody):
+    input_prefix: str
+    """Lines before the cursor's."""
+    input_suffix: str
+    """Text after the cursor."""
+    input_extra: Annotated[list[InfillChunk], MaxEntries(MAX_EXTRA_CHUNKS)] = Field(default_factory=list)
+    prompt: str = ""
+    """The cursor's line, up to the cursor."""

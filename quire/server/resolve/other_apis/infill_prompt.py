@@ -1,0 +1,107 @@
+"""Prompts of POST /infill, as llama.cpp builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.protocol.llama_cpp import InfillChunk, InfillRequest
+from quire.server.resolve.checks import check_no_surrogates, check_prompt_length
+from quire.server.resolve.prompts import build_infill_ids, check_and_encode_texts
+from quire.server.served_model import ServedModel
+
+REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")
+FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
+PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
+REPOSITORY_NAME = "myproject\n"
+"""llama.cpp's, like the next two."""
+OPEN_FILE_NAME = "filename\n"
+CHUNK_HEADING = "\n\n--- snippet ---\n\n"
+"""Instead of a file separator, for tokenizers without one."""
+WINDOW_TOKENS = 2048
+"""llama.cpp's batch: at most 3/4 of it for the prefix and 1/4 for the suffix. Half a shorter context."""
+MAX_TOKEN_CHARACTERS = 32
+"""Longer texts are cut before they are tokenized: their tokens would not fit."""
+_LEAD = "\u263a"
+"""Takes the space that some tokenizers put at a text's start."""
+
+
+def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
+    """Other files first, the oldest cut off. Raises InvalidRequest for tokenizers without infill tokens, and
+    ContextLengthExceeded for a long `prompt`.
+    """
+    tokenizer = model.tokenizer
+    for name in ("input_prefix", "input_suffix"):
+        check_no_surrogates(getattr(body, name), name)
+    window = min(WINDOW_TOKENS, model.context_length // 2)
+    line = _lead(tokenizer) + body.prompt
+    line_ids = _remove_lead(tokenizer, check_and_encode_texts(model, [line], False, "prompt")[0])
+    num_prefix, num_suffix = 3 * (window // 4), max(0, window // 4 - 2 - len(line_ids))
+    prefix = body.input_prefix[-MAX_TOKEN_CHARACTERS * num_prefix :]
+    prefix_ids = encode_with_literal_texts(tokenizer, prefix, [prefix], add_special_tokens=False)
+    suffix_ids = _encode_source(tokenizer, body.input_suffix[: MAX_TOKEN_CHARACTERS * num_suffix])
+    num_extra = model.context_length - window - window // 8
+    ids = build_infill_ids(
+        tokenizer,
+        [*prefix_ids[-num_prefix:], *line_ids],
+        suffix_ids[:num_suffix],
+        add_special_tokens=True,
+        extra_ids=_build_extra_ids(tokenizer, body.input_extra, num_extra),
+        param="input_suffix",
+    )
+    check_prompt_length(ids, model.context_length, "prompt")
+    return ids
+
+
+def infill_end_token_ids(model: ServedModel) -> list[int]:
+    """Tokens that end the text in the gap besides the model's own, as in llama.cpp."""
+    names = (*PAD_TOKENS, *REPOSITORY_TOKENS, *FILE_SEPARATOR_TOKENS)
+    ids = [model.tokenizer.backend.token_to_id(name) for name in names]
+    return [token_id for token_id in ids if token_id is not None and token_id < model.vocab_size]
+
+
+def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
+    """At most the last `limit` tokens. The limit does not depend on the open file, so that the prefix cache keeps
+    them while it is edited.
+    """
+    repository = _find_token(tokenizer, REPOSITORY_TOKENS)
+    separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)
+    pieces = [] if separator is None else [[separator, *_encode_source(tokenizer, OPEN_FILE_NAME)]]
+    num_ids = sum(map(len, pieces))
+    for index in range(len(chunks) - 1, -1, -1):
+        chunk, place = chunks[index], f"input_extra[{index}]"
+        check_no_surrogates(chunk.text + chunk.filename, place)
+        if num_ids >= limit:
+            continue
+        heading = (
+            _encode_source(tokenizer, CHUNK_HEADING)
+            if separator is None
+            else [separator, *_encode_source(tokenizer, chunk.filename + "\n")]
+        )
+        text_ids = _encode_source(tokenizer, chunk.text[-MAX_TOKEN_CHARACTERS * limit :])
+        pieces.append(heading + text_ids)
+        num_ids += len(heading) + len(text_ids)
+    if repository is not None:
+        pieces.append([repository, *_encode_source(tokenizer, REPOSITORY_NAME)])
+    return list(chain.from_iterable(reversed(pieces)))[-limit:]
+
+
+def _find_token(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
+    return next((found for name in names if (found := tokenizer.backend.token_to_id(name)) is not None), None)
+
+
+def _encode_source(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Special tokens in source code are plain text. No space is added at the start."""
+    return _remove_lead(
+        tokenizer, encode_with_literal_texts(tokenizer, _lead(tokenizer) + text, [text], add_special_tokens=False)
+    )
+
+
+def _lead(tokenizer: Tokenizer) -> str:
+    return _LEAD if tokenizer.strips_first_space else ""
+
+
+def _remove_lead(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    return ids[len(tokenizer.encode(_lead(tokenizer), add_special_tokens=False)) :]

@@ -1,0 +1,75 @@
+"""The file of --uds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from quire.engine.common.errors import ConfigError
+from quire.server.cli.serve import main
+from quire.server.config import ServerConfig
+from quire.server.http.listener import open_listener, warn_if_unprotected
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 characters
+    return Path("quire.sock")
+
+
+def test_unix_socket_is_open_to_every_user_and_removed_at_end(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ServerConfig(uds=path)
+    with open_listener(config) as listener:
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666
+        warn_if_unprotected(config, listener)
+    assert not path.exists()
+    assert not caplog.records, "other machines cannot reach it"
+
+
+def test_file_of_ended_server_is_replaced_and_keeps_permissions(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    path.chmod(0o600)
+    with open_listener(ServerConfig(uds=path)) as listener:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+def test_running_servers_socket_and_other_files_are_refused(path: Path) -> None:
+    config = ServerConfig(uds=path)
+    with open_listener(config) as listener:
+        listener.listen()
+        with pytest.raises(ConfigError, match=r"another server listens on quire\.sock"), open_listener(config):
+            pass
+        assert path.exists()
+    path.write_text("notes")
+    with pytest.raises(ConfigError, match=r"quire\.sock is there, and is no socket"), open_listener(config):
+        pass
+    assert path.read_text() == "notes"
+    for wrong, why in (("no/such/folder/s", "No such file"), ("x" * 200, "too long")):
+        config = ServerConfig(uds=wrong, model="configs/demo")
+        with pytest.raises(ConfigError, match=why), open_listener(config):
+            pass
+
+
+def test_socket_of_server_started_since_is_not_removed(path: Path) -> None:
+    with open_listener(ServerConfig(uds=path)):
+        os.unlink(path)
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+    assert path.exists()
+
+
+def test_uds_flag_excludes_host_and_port_flags(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value in (("--host", "127.0.0.1"), ("--port", "1")):
+        with pytest.raises(SystemExit):
+            main(["--uds", str(path), flag, value], 0.0)
+        assert f"--uds and {flag} both say where to listen" in capsys.readouterr().err
+    assert not path.exists()
