@@ -15,8 +15,9 @@ import msgspec
 from quire.engine.common import request_params
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar, ThinkingBudget
-from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
 from quire.engine.text.structured_outputs import constraint_grammar, requested_constraints
+from quire.engine.text.token_sequences.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.engine.text.token_sequences.sequence_breakers import sequence_breaker_ids
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.unsupported_options import suggest_nearest
 
@@ -35,6 +36,7 @@ _VLLM_ALTERNATIVES = {
 }
 _NON_ENGINE_FIELDS = (
     "bad_words",
+    "dry_sequence_breakers",
     "structured_outputs",
     "truncate_prompt_tokens",
     "detokenize",
@@ -118,10 +120,21 @@ class SamplingParams:
     top_k: int = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: float = 0.0
+    top_n_sigma: float = -1.0
+    """0 and -1 keep the whole vocabulary."""
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
     """Above 1: earlier tokens, including the prompt's, become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] | None = None
+    """None: newline, colon, quotation mark and asterisk."""
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -191,6 +204,9 @@ class SamplingParams:
                     message = f"sampling_params: {name} has token id {token}, which is out of vocabulary"
                     raise InvalidRequest(message, param=name)
         check_allowed_tokens_remain(params, tokenizer.eos_token_ids)
+        if params.has_dry:
+            breaker_ids = sequence_breaker_ids(self.dry_sequence_breakers, tokenizer)
+            params = msgspec.structs.replace(params, dry_sequence_breaker_ids=breaker_ids)
         return params
 
     def _check_non_engine_fields(self) -> None:
@@ -203,6 +219,7 @@ class SamplingParams:
             raise InvalidRequest(message, param="logits_processors")
         kinds: dict[str, Any] = {
             "bad_words": Sequence,
+            "dry_sequence_breakers": Sequence,
             "structured_outputs": StructuredOutputsParams,
             "truncate_prompt_tokens": int,
             "detokenize": bool,
@@ -210,12 +227,13 @@ class SamplingParams:
         }
         for name, kind in kinds.items():
             value = _to_python(getattr(self, name))
-            if value is not None and (not isinstance(value, kind) or (name == "bad_words" and isinstance(value, str))):
-                expected = "a list of strings" if name == "bad_words" else f"of type {kind.__name__}"
+            if value is not None and (not isinstance(value, kind) or (kind is Sequence and isinstance(value, str))):
+                expected = "a list of strings" if kind is Sequence else f"of type {kind.__name__}"
                 expected += "(json=SCHEMA) and its like" if name == "structured_outputs" else ""
                 raise InvalidRequest(f"sampling_params: {name} must be {expected}, got {value!r}", param=name)
-        if any(not isinstance(word, str) for word in self.bad_words or ()):
-            raise InvalidRequest("sampling_params: bad_words must be a list of strings", param="bad_words")
+        for name in ("bad_words", "dry_sequence_breakers"):
+            if any(not isinstance(text, str) for text in getattr(self, name) or ()):
+                raise InvalidRequest(f"sampling_params: {name} must be a list of strings", param=name)
         if self.structured_outputs is not None and self.grammar is not None:
             raise InvalidRequest("only one of structured_outputs and grammar can be given", param="grammar")
         max_prompt_tokens = self.truncate_prompt_tokens

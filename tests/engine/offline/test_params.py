@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 def test_sampling_params_have_engine_fields_and_defaults() -> None:
     parameters = inspect.signature(SamplingParams).parameters
     engine_fields = {field.name: field for field in msgspec.structs.fields(request_params.SamplingParams)}
-    assert engine_fields.keys() - parameters.keys() == {"bad_words_ids"}
+    assert engine_fields.keys() - parameters.keys() == {"bad_words_ids", "dry_sequence_breaker_ids"}
     for name in engine_fields.keys() & parameters.keys():
         assert (parameters[name].default or 0) == (engine_fields[name].default or 0), name
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from quire.engine.common.request_params import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.engine.worker.sampling.sampler import sample_token_ids, uniform_draws
+from quire.engine.worker.sampling.random_draws import uniform_draws
+from quire.engine.worker.sampling.sampler import sample_token_ids
 from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, SamplingRow, make_request_sampling_rules
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.triton_sampling import _uniform
@@ -32,6 +33,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.5, "top_p": 0.8, "top_k": 20, "min_p": 0.05},
     {"top_k": 10**6, "temperature": 2.0},
     {"top_p": 0.000001},
+    {"top_n_sigma": 1.0, "top_p": 0.9},
+    {"typical_p": 0.7, "min_p": 0.01, "xtc_probability": 0.6},
 ]
 
 
@@ -118,6 +121,7 @@ def test_penalties_biases_and_bans_equal_host_sampler() -> None:
         {"repetition_penalty": 1.5, "temperature": 0.0},
         {"repetition_penalty": 0.6},
         {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breaker_ids": ((1,), (2, 3))},
         {"repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": -0.5, "top_k": 5},
         {"logit_bias": {3: 100.0, 4: -100.0}, "temperature": 0.0},
         {"logit_bias": {3: 5.0, 7: 5.0}, "bad_words_ids": ((3,),), "min_tokens": 30, "max_tokens": 40},
@@ -194,4 +198,4 @@ def test_device_uniform_draws_equal_host_draws() -> None:
     device = torch.device("cpu" if INTERPRETED else "cuda")
     out = torch.empty(len(keys), dtype=torch.float64, device=device)
     draw[len(keys),](out, *(torch.tensor(part, device=device) for part in zip(*keys, strict=True)))
-    assert out.tolist() == uniform_draws(rows).tolist()
+    assert out.tolist() == uniform_draws([row.seed for row in rows], [row.position for row in rows]).tolist()

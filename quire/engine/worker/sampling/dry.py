@@ -1,0 +1,85 @@
+"""DRY ("don't repeat yourself"), by p-e-w (2024, pull request 5677 of text-generation-webui), with the sequence
+breakers of llama.cpp.
+
+A token that followed an earlier occurrence of the last tokens would extend a repetition. Its logit is lowered by
+multiplier * base ** (length - allowed length), where the length is that of the longest such occurrence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.common.request_params import SamplingParams
+from quire.kernels.gpu.host_transfer import upload_arrays
+
+_MAX_EXPONENT = 64
+"""Longer repetitions have this one's penalty; for a base of 1.75, it is above 1e15."""
+_MAX_PENALTY = 1e30
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DryRule:
+    penalties: np.ndarray
+    """[most + 1] float32, by the repetition's length."""
+    last_n: int
+    """-1: all tokens."""
+    breakers: np.ndarray
+    """[B, W] int32, aligned right, with -1 in front."""
+
+
+def make_dry_rule(params: SamplingParams) -> DryRule | None:
+    if not params.has_dry:
+        return None
+    allowed = params.dry_allowed_length
+    penalties = np.zeros(allowed + _MAX_EXPONENT + 1)
+    growth = np.power(params.dry_base, np.arange(_MAX_EXPONENT + 1, dtype=np.float64))
+    penalties[allowed:] = np.minimum(params.dry_multiplier * growth, _MAX_PENALTY)
+    ids = params.dry_sequence_breaker_ids
+    breakers = np.full((len(ids), max(map(len, ids), default=0)), _NO_TOKEN, dtype=np.int32)
+    for row, each in zip(breakers, ids, strict=True):
+        row[-len(each) :] = each
+    return DryRule(penalties.astype(np.float32), params.dry_penalty_last_n, breakers)
+
+
+def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> None:
+    """Changes logits [vocab] in place; `token_ids` [n] int32 are the prompt and the answer. A GPU's host does not
+    wait.
+    """
+    tokens = token_ids if rule.last_n < 0 else token_ids[-rule.last_n :]
+    if len(tokens) < 2:
+        return
+    most = len(rule.penalties) - 1
+    penalties, breakers = upload_arrays([rule.penalties, rule.breakers], logits.device)
+    windows = _windows_ending_at_tokens(tokens, most)
+    earlier, following = windows[:-1], tokens[1:].long()
+    if tokens.device.type == "cpu":  # on a GPU the host would wait
+        matching = (tokens[:-1] == tokens[-1]).nonzero()[:, 0]
+        earlier, following = earlier[matching], following[matching]
+    indices = torch.arange(most, device=logits.device)
+    last_mismatch = torch.where(earlier != windows[-1], indices, -1).amax(1)
+    lengths = (most - 1 - last_mismatch).clamp(max=_num_tokens_after_breaker(tokens, breakers, most))
+    longest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    longest.scatter_reduce_(0, following, lengths, "amax")
+    logits -= penalties[longest]
+
+
+def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
+    """[n, width]: each token and those before it."""
+    return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
+
+
+def _num_tokens_after_breaker(tokens: Tensor, breakers: Tensor, most: int) -> Tensor:
+    """After the last sequence breaker; at most `most`."""
+    if not breakers.numel():
+        return torch.full((), most, device=tokens.device)
+    width = breakers.shape[1]
+    windows = _windows_ending_at_tokens(tokens[-(most + width) :], width)[-most:]
+    ends = ((windows[:, None] == breakers) | (breakers == _NO_TOKEN)).all(2).any(1)
+    distances = torch.arange(len(ends) - 1, -1, -1, device=tokens.device)
+    return torch.where(ends, distances, most).amin()
