@@ -20,7 +20,7 @@ _END = b"\xff"
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """None: the default. Raises InvalidRequest."""
-    texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(breakers)
+    texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
     param = "dry_sequence_breakers"
     if len(texts) > MAX_SEQUENCE_BREAKERS:
         message = f"{param} takes at most {MAX_SEQUENCE_BREAKERS} strings, got {len(texts)}"
@@ -65,8 +65,8 @@ def _encode_inside_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Many tokenizers put a space before a text's first token. Empty if the text is always joined with what precedes
     it.
     """
-    contexts = ("", "\n", "a", "0")
-    for ids in tokenizer.encode_batch([context + text for context in contexts], add_special_tokens=False):
+    for context in ("", "\n", "a", "0"):
+        ids = tokenizer.encode(context + text, add_special_tokens=False)
         for begin in range(len(ids)):
             if b"".join(map(tokenizer.token_bytes, ids[begin:])) == text.encode():
                 return tuple(ids[begin:])

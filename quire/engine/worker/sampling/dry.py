@@ -29,8 +29,10 @@ class DryRule:
     """[most + 1] float32, by the repetition's length."""
     last_n: int
     """-1: all tokens."""
-    breakers: np.ndarray
-    """[B, W] int32, aligned right, with -1 in front."""
+    breaker_tokens: np.ndarray
+    """[S] int32: sequence breakers of one token."""
+    breaker_sequences: np.ndarray
+    """[B, W] int32: longer ones, aligned right, with -1 in front."""
 
 
 def make_dry_rule(params: SamplingParams) -> DryRule | None:
@@ -40,11 +42,12 @@ def make_dry_rule(params: SamplingParams) -> DryRule | None:
     penalties = np.zeros(allowed + _MAX_EXPONENT + 1)
     growth = np.power(params.dry_base, np.arange(_MAX_EXPONENT + 1, dtype=np.float64))
     penalties[allowed:] = np.minimum(params.dry_multiplier * growth, _MAX_PENALTY)
-    ids = params.dry_sequence_breaker_ids
-    breakers = np.full((len(ids), max(map(len, ids), default=0)), _NO_TOKEN, dtype=np.int32)
-    for row, each in zip(breakers, ids, strict=True):
-        row[-len(each) :] = each
-    return DryRule(penalties.astype(np.float32), params.dry_penalty_last_n, breakers)
+    tokens = np.array([ids[0] for ids in params.dry_sequence_breaker_ids if len(ids) == 1], dtype=np.int32)
+    longer = [ids for ids in params.dry_sequence_breaker_ids if len(ids) > 1]
+    sequences = np.full((len(longer), max(map(len, longer), default=1)), _NO_TOKEN, dtype=np.int32)
+    for row, ids in zip(sequences, longer, strict=True):
+        row[-len(ids) :] = ids
+    return DryRule(penalties.astype(np.float32), params.dry_penalty_last_n, tokens, sequences)
 
 
 def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> None:
@@ -55,15 +58,15 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
     if len(tokens) < 2:
         return
     most = len(rule.penalties) - 1
-    penalties, breakers = upload_arrays([rule.penalties, rule.breakers], logits.device)
+    penalties, *breakers = upload_arrays([rule.penalties, rule.breaker_tokens, rule.breaker_sequences], logits.device)
     windows = _windows_ending_at_tokens(tokens, most)
     earlier, following = windows[:-1], tokens[1:].long()
     if tokens.device.type == "cpu":  # on a GPU the host would wait
         matching = (tokens[:-1] == tokens[-1]).nonzero()[:, 0]
         earlier, following = earlier[matching], following[matching]
-    indices = torch.arange(most, device=logits.device)
-    last_mismatch = torch.where(earlier != windows[-1], indices, -1).amax(1)
-    lengths = (most - 1 - last_mismatch).clamp(max=_num_tokens_after_breaker(tokens, breakers, most))
+    indices = torch.arange(most, dtype=torch.int16, device=logits.device)
+    last_mismatch = torch.where(earlier != windows[-1], indices, -1).amax(1).long()
+    lengths = (most - 1 - last_mismatch).clamp(max=_num_tokens_after_breaker(tokens, *breakers, most))
     longest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     longest.scatter_reduce_(0, following, lengths, "amax")
     logits -= penalties[longest]
@@ -74,12 +77,12 @@ def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
     return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
 
 
-def _num_tokens_after_breaker(tokens: Tensor, breakers: Tensor, most: int) -> Tensor:
+def _num_tokens_after_breaker(tokens: Tensor, breaker_tokens: Tensor, breaker_sequences: Tensor, most: int) -> Tensor:
     """After the last sequence breaker; at most `most`."""
-    if not breakers.numel():
-        return torch.full((), most, device=tokens.device)
-    width = breakers.shape[1]
-    windows = _windows_ending_at_tokens(tokens[-(most + width) :], width)[-most:]
-    ends = ((windows[:, None] == breakers) | (breakers == _NO_TOKEN)).all(2).any(1)
+    ends = (tokens[-most:, None] == breaker_tokens).any(1)
+    if len(breaker_sequences):
+        width = breaker_sequences.shape[1]
+        windows = _windows_ending_at_tokens(tokens[-(most + width) :], width)[-most:]
+        ends |= ((windows[:, None] == breaker_sequences) | (breaker_sequences == _NO_TOKEN)).all(2).any(1)
     distances = torch.arange(len(ends) - 1, -1, -1, device=tokens.device)
     return torch.where(ends, distances, most).amin()

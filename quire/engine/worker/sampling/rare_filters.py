@@ -16,6 +16,8 @@ from quire.engine.common.request_params import SamplingParams
 
 _ONE = 2.0**44
 """1 in fixed point, in which the order of summands does not matter."""
+_CANDIDATES = 1024
+"""All tokens are sorted if these do not have the wanted probability."""
 _MAX_XTC_THRESHOLD = 0.5
 """No two tokens have more."""
 
@@ -84,7 +86,10 @@ def keep_without_top_choices(probs: Tensor, threshold: float) -> Tensor:
 
 def _keep_until_mass(probs: Tensor, keys: Tensor, share: float) -> Tensor:
     """The tokens with the smallest keys, until they have this share of the probability."""
-    order = keys.argsort(stable=True)
-    mass = (probs[order].double() * _ONE).long().cumsum(0)
-    last = (mass.double() < share * mass[-1].double()).sum().clamp(max=len(mass) - 1)
+    masses = (probs.double() * _ONE).long()
+    target = share * masses.sum().double()
+    order = torch.topk(keys, min(len(keys), _CANDIDATES), largest=False).indices if keys.device.type == "cpu" else None
+    if order is None or masses[order].sum().double() < target:  # on a GPU the host would wait for this comparison
+        order = keys.argsort()
+    last = (masses[order].cumsum(0).double() < target).sum().clamp(max=len(order) - 1)
     return keys <= keys[order].gather(0, last[None])
