@@ -78,7 +78,7 @@ def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
 @with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
-    """Constraint on the whole answer: exactly one of the first five."""
+    """Constraint on the whole answer: exactly one of the first six."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema, as an object or text."""
@@ -88,6 +88,8 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """llguidance's Lark, or GBNF."""
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    """XGrammar's, as an object or text: `format`, or `structures` and `triggers`."""
     disable_fallback: bool = False
     """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
@@ -97,15 +99,15 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         self.as_grammar()
 
-    def as_grammar(self) -> Grammar:
-        """Raises InvalidRequest."""
+    def as_grammar(self, tokenizer: Tokenizer | None = None) -> Grammar:
+        """Without a tokenizer, special tokens in structural tags are text. Raises InvalidRequest."""
         (way, value), *others = requested_constraints(vars(self))
         if others:
             raise InvalidRequest("only one structured output can be requested", param="structured_outputs")
         if isinstance(value, tuple):
             value = list(value)
         value = dict(value) if isinstance(value, Mapping) else value
-        return constraint_grammar(way, value, close=self.disable_additional_properties).grammar
+        return constraint_grammar(way, value, close=self.disable_additional_properties, tokenizer=tokenizer).grammar
 
 
 @with_unknown_field_suggestions
@@ -195,7 +197,7 @@ class SamplingParams:
         """
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
-            resolved["grammar"] = self.structured_outputs.as_grammar()
+            resolved["grammar"] = self.structured_outputs.as_grammar(tokenizer)
         resolved |= {name: vocab_size for name in _VOCABULARY_COUNT_FIELDS if getattr(self, name) == -1}
         params = self.as_sent(**resolved)
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):

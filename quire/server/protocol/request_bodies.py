@@ -91,7 +91,7 @@ BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "prompt_cache_retention",
     "receipt",
 )
-RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
+RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value", "format", "structures", "triggers")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"

@@ -70,7 +70,9 @@ def resolve_chat_request(
     thinking = make_engine_thinking_budget(
         body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
     )
-    answer = AnswerGrammar(replace(tools, template_tools=None), requested_grammar(body, config), message)
+    answer = AnswerGrammar(
+        replace(tools, template_tools=None), requested_grammar(body, config, model.tokenizer), message
+    )
     grammars = answer.build_grammars(model)
     if message is not None and not grammars:  # with one, a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)

@@ -107,6 +107,8 @@ def test_structured_outputs_require_single_valid_constraint() -> None:
     for wrong in ({}, {"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"jsn": {}}, {"choice": 5}, {"json": 5}):
         with pytest.raises(InvalidRequest):
             StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
+    tag = {"format": {"type": "const_string", "value": "<|endoftext|>x"}}
+    assert StructuredOutputsParams(structural_tag=tag).as_grammar().text.startswith('start: "<|endoftext|>x"')
     with pytest.raises(InvalidRequest, match="only one of structured_outputs and grammar"):
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), grammar=json_grammar({}))
 
