@@ -302,12 +302,12 @@ def _checked_type(format: Any, place: str) -> str:
     if not isinstance(format, Mapping):
         raise InvalidRequest(f"{place} must be an object with a type")
     kind = format.get("type")
-    if kind not in _KNOWN_FIELDS:
+    if not isinstance(kind, str) or kind not in _KNOWN_FIELDS:
         raise InvalidRequest(f"{place}.type {kind!r} is not supported; supported: {', '.join(_KNOWN_FIELDS)}")
     for name, value in format.items():
         if name != "type" and name not in _KNOWN_FIELDS[kind] and value not in (None, False, []):
             raise InvalidRequest(f"{place}.{name} is not supported in a format of type {kind}")
-    return str(kind)
+    return kind
 
 
 def _may_be_free_text(format: Any) -> bool:

@@ -47,7 +47,12 @@ def resolve_chat_request(
 ) -> ResolvedGeneration:
     """`ignored`: further parameters without effect."""
     name = model.resolve_model_name(body.model)
-    tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
+    tools = resolve_request_tools(
+        body,
+        model.chat_formats.tool_format,
+        close=config.disable_additional_properties,
+        strict_level=config.tool_strict_level,
+    )
     ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
     headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)

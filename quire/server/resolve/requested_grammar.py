@@ -39,7 +39,7 @@ def requested_grammar(
     param, kind, value = requests[0]
     try:
         close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSE_OBJECTS_KEY) is True
-        if kind == "structural_tag" and getattr(body, "tools", ()) and getattr(body, "tool_choice", None) != "none":
+        if kind == "structural_tag" and getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none":
             raise InvalidRequest("a structural tag is not available together with tools: write them as tags")
         structured = _build_structured_grammar(kind, value, close=close, tokenizer=tokenizer)
     except InvalidRequest as error:

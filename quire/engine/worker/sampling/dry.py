@@ -58,7 +58,9 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
     if len(tokens) < 2:
         return
     most = len(rule.penalties) - 1
-    penalties, *breakers = upload_arrays([rule.penalties, rule.breaker_tokens, rule.breaker_sequences], logits.device)
+    penalties, breaker_tokens, breaker_sequences = upload_arrays(
+        [rule.penalties, rule.breaker_tokens, rule.breaker_sequences], logits.device
+    )
     windows = _windows_ending_at_tokens(tokens, most)
     earlier, following = windows[:-1], tokens[1:].long()
     if tokens.device.type == "cpu":  # on a GPU the host would wait
@@ -66,7 +68,8 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
         earlier, following = earlier[matching], following[matching]
     indices = torch.arange(most, dtype=torch.int16, device=logits.device)
     last_mismatch = torch.where(earlier != windows[-1], indices, -1).amax(1).long()
-    lengths = (most - 1 - last_mismatch).clamp(max=_num_tokens_after_breaker(tokens, *breakers, most))
+    limit = _num_tokens_after_breaker(tokens, breaker_tokens, breaker_sequences, most)
+    lengths = (most - 1 - last_mismatch).clamp(max=limit)
     longest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     longest.scatter_reduce_(0, following, lengths, "amax")
     logits -= penalties[longest]
