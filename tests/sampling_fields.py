@@ -29,6 +29,15 @@ _REFERENCE_TAIL = """
 `dry_sequence_breakers` is a list of up to 64 texts across which DRY sees no repetition, by default newline, colon,
 quotation mark and asterisk. An empty list breaks at nothing.
 
+```python
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+fields = {"dry_multiplier": 0.8, "xtc_probability": 0.5, "min_p": 0.02, "seed": 7}
+answer = client.completions.create(model="quire-demo", prompt="Once", max_tokens=30, extra_body=fields)
+print("less repetitive:", answer.choices[0].text)
+```
+
 ## Order
 
 Logits change in this order: `allowed_token_ids`; `logit_bias`, `min_tokens` and bad words; the repetition, presence and
