@@ -16,11 +16,13 @@ import pytest
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
+from quire.engine.text.structured_outputs import constraint_grammar
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
-from quire.server.formats.grammar_composition import add_thinking_grammar
+from quire.server.formats.content_delimiters import ContentDelimiters
+from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar
 from quire.server.formats.reasoning_parser import ReasoningFormat
 from quire.server.served_model import ServedModelSpec
 from quire.server.workers.grammar_checker import GrammarChecker
@@ -203,6 +205,18 @@ def test_thinking_grammar_applies_after_reasoning(marks: tuple[str, str], gramma
     assert matches(either, f"{begin}hm{end}\n{answer}")
     assert not matches(either, f"hm{answer}")
     assert not matches(either, f"{begin}hm{answer}")
+
+
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ("<|bos|>", "<|im_start|>")], ids=["text", "special"])
+def test_structural_tag_applies_after_reasoning_and_between_delimiters(marks: tuple[str, str]) -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    begin, end = marks
+    tag = constraint_grammar("structural_tag", TAG, close=True, tokenizer=tokenizer).grammar
+    framed = add_content_delimiters(tag, ContentDelimiters("<c>", (), (), ("</c>",), "</c>"), tokenizer)
+    for grammar, before, after in ((tag, "", ""), (framed, "<c>", "</c>")):
+        whole = add_thinking_grammar(grammar, ReasoningFormat("think", begin, end), True, tokenizer)
+        assert matches(whole, f'hm <f=x> {end}\n\n{before}so <f=x>{{"a": 1}}</f>.{after}')
+        assert not matches(whole, f"hm{end}\n\n{before}<f=x>5</f>{after}")
 
 
 async def test_structural_tag_and_tools_are_refused_together(api: Api) -> None:
