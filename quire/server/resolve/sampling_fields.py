@@ -11,7 +11,7 @@ from quire.engine.text.token_sequences.bad_words import bad_words_ids, check_all
 from quire.engine.text.token_sequences.sequence_breakers import sequence_breaker_ids
 from quire.server.config import ServerConfig
 from quire.server.protocol.request_bodies import GenerationBody
-from quire.server.resolve.checks import check_no_surrogates, check_token_ids
+from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_token_ids
 from quire.server.served_model import ServedModel
 
 CLIPPED_HEADER = "X-Max-Tokens-Clipped"
@@ -28,7 +28,7 @@ def resolve_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Defaults come from generation_config.json."""
+    """Defaults come from generation_config.json. Raises InvalidRequest, NeedsWorker."""
     model.check_task("generate")
     if max_tokens == -1:
         max_tokens = None
@@ -67,6 +67,8 @@ def resolve_sampling_params(
     )
     check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
     if params.has_dry:
+        if body.dry_sequence_breakers and not model.expendable:
+            raise NeedsWorker  # texts of all tokens are searched
         breaker_ids = sequence_breaker_ids(body.dry_sequence_breakers, model.tokenizer)
         params = msgspec.structs.replace(params, dry_sequence_breaker_ids=breaker_ids)
     return params
