@@ -15,6 +15,7 @@ from quire.engine.text.grammar_compiler import lark_json_rule, to_lark
 from quire.engine.text.tokenizer import Tokenizer
 
 _MAX_DEPTH = 32
+_TOO_DEEP = f"structural_tag is nested more than {_MAX_DEPTH} deep"
 _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
     "json_schema": ("json_schema", "style"),
@@ -60,7 +61,10 @@ def structural_tag_grammar(
         raise InvalidRequest("structural_tag must be an object, or its JSON")
     place = "format" if "format" in tag else "structures"
     writer = _GrammarWriter(tokenizer, close_schema)
-    whole = writer.write(tag["format"] if "format" in tag else _format_of_older_form(tag), (), place)
+    try:
+        whole = writer.write(tag["format"] if "format" in tag else _format_of_older_form(tag), (), place)
+    except RecursionError:
+        raise InvalidRequest(_TOO_DEEP) from None
     return StructuralTagGrammar("\n".join([f"start: {whole}", *writer.rules]), tuple(writer.open_objects))
 
 
@@ -94,6 +98,8 @@ class _GrammarWriter:
         self._tokenizer = tokenizer
         self._close_schema = close_schema
         self._depth = 0
+        self._content_rules: dict[str, str] = {}
+        """What follows a tag's begin, by the tag's place: written once, or nested tags would double with each level."""
         self._writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
@@ -119,7 +125,7 @@ class _GrammarWriter:
         kind = _checked_type(format, place)
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise InvalidRequest(f"structural_tag is nested more than {_MAX_DEPTH} deep")
+            raise InvalidRequest(_TOO_DEEP)
         if (open_writer := self._writers.get(kind)) is not None:
             expression = open_writer(format, ends, place)
         else:
@@ -206,7 +212,7 @@ class _GrammarWriter:
         return f"( {self._write_content(format, place)} ){{{low},{'' if high == -1 else high}}}"
 
     def _write_tags_with_separator(self, format: Mapping[str, Any], place: str) -> str:
-        tags = _alternatives(map(self._write_tag, self._read_tags(format, place)))
+        tags = self._add_rule(_alternatives(map(self._write_tag, self._read_tags(format, place))))
         separator = self._literal(_text(format, "separator", place, may_be_empty=True))
         many = tags if _flag(format, "stop_after_first", place) else f"{tags} ( {separator} {tags} )*"
         return many if _flag(format, "at_least_one", place) else f"( {many} )?"
@@ -247,10 +253,12 @@ class _GrammarWriter:
 
     def _write_tag(self, tag: _Tag, skipped: int = 0) -> str:
         """`skipped`: characters of the begin that are already there."""
-        begin = self._literal(tag.begin[skipped:])
-        if not tag.ends:
-            return " ".join(filter(None, (begin, self._write_closed(tag.content, f"{tag.place}.content"))))
-        return f"{begin} {self.write(tag.content, tag.ends, f'{tag.place}.content')}"
+        if (content := self._content_rules.get(tag.place)) is None:
+            place = f"{tag.place}.content"
+            content = self._content_rules[tag.place] = self._add_rule(
+                self.write(tag.content, tag.ends, place) if tag.ends else self._write_closed(tag.content, place)
+            )
+        return f"{self._literal(tag.begin[skipped:])} {content}"
 
     def _read_tags(self, format: Mapping[str, Any], place: str) -> list[_Tag]:
         tags = []

@@ -184,12 +184,25 @@ def test_what_cannot_be_expressed_is_refused_by_name(value: Any, error: str) -> 
         make_grammar(value)
 
 
-def test_deep_nesting_is_refused() -> None:
+@pytest.mark.parametrize("depth", [40, 5000])
+def test_deep_nesting_is_refused(depth: int) -> None:
     format: dict[str, Any] = digits()
-    for _ in range(40):
+    for _ in range(depth):
         format = {"type": "star", "content": format}
     with pytest.raises(InvalidRequest, match="nested more than 32 deep"):
         make_grammar({"format": format})
+
+
+@pytest.mark.parametrize("make", [triggered, separated])
+def test_grammar_of_nested_tags_grows_linearly(make: Any) -> None:
+    lengths = []
+    for depth in (10, 20, 30):
+        format = digits()
+        for level in range(depth):
+            inner = [{"begin": f"<f={level}>", "content": format, "end": f"</{level}>"}]
+            format = make(tags=inner, at_least_one=True)
+        lengths.append(len(make_grammar({"format": format}).text))
+    assert lengths[2] - lengths[1] < 1.5 * (lengths[1] - lengths[0])
 
 
 @pytest.fixture(scope="module")
