@@ -236,6 +236,8 @@ def _generation() -> list[Broken]:
         "top_k": ["x", -5, 2.5, 10**30],
         "min_p": ["x", -0.1, 1.5],
         "repetition_penalty": ["x", 0, -1],
+        "typical_p": [0, 1.1],
+        "dry_allowed_length": [0, 1.5],
         "do_sample": ["no", 0],
         "eos_token_id": ["2", [2, "0"], {"a": 1}, 10**30, 1.5],
     }

@@ -16,6 +16,8 @@ from quire.engine.text.chat_messages import RESERVED_VARIABLES
 from quire.engine.unsupported_options import redundant_vllm_value_reason
 
 _JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
+ToolStrictLevel = Literal["auto", "function", "parameter"]
+"""vLLM's."""
 ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
@@ -173,6 +175,11 @@ class ServerConfig(EngineConfig):
     )
     tool_call_parser: ToolCallParser = Field(
         "auto", description="Format of tool calls; auto: read from the chat template"
+    )
+    tool_strict_level: ToolStrictLevel = Field(
+        "auto",
+        description="Which tool calls follow a grammar; auto: required calls, and those of tools with strict; "
+        "function: all have the format and name a tool; parameter: all tools are strict",
     )
     strict_tool_calls: bool = Field(
         False, description="Do not take a code block with a tool's name and arguments for a tool call"

@@ -25,6 +25,8 @@ SETTINGS = (
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7, "min_tokens": 10},
     {"temperature": 1.5, "allowed_token_ids": tuple(range(3, 13)), "bad_words_ids": ((4,), (5, 6), (7, 8, 9))},
     {"temperature": 1.0, "thinking": ThinkingBudget(6, end_id=3, begin_id=None)},
+    {"temperature": 1.0, "typical_p": 0.8, "top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.001},
+    {"temperature": 0.9, "dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breaker_ids": ((5,), (6, 7))},
 )
 
 

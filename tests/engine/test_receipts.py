@@ -84,10 +84,11 @@ def test_receipt_replay_reproduces_sampled_answers(llm: LLM, folders: tuple[Path
         {"n": 3, "logprobs": 2},
         {"seed": 7, "n": 2, "top_p": 0.8, "top_k": 40, "prompt_logprobs": 0},
         {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 2.0, 9: -3.0}, "min_tokens": 4},
+        {"dry_multiplier": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.001, "dry_sequence_breakers": []},
     ]
     receipts = [receipt_of(guessing, PROMPT * 2, **params) for params in params_of_requests]
     guessing.close()
-    assert len({each.seed for receipt in receipts for each in receipt.choices}) == 7
+    assert len({each.seed for receipt in receipts for each in receipt.choices}) == 8
     for receipt in [*receipts, *reversed(receipts)]:  # in the second round the prompt is cached
         verdict = llm.replay(receipt)
         assert (verdict.outcome, verdict.warning) == ("equal", ""), verdict

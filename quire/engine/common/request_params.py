@@ -12,6 +12,8 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """Total of all stop strings, each of which is compared with held-back text."""
+MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
+"""Number of DRY's sequence breakers, and characters of each; the latter is llama.cpp's."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -83,6 +85,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             setting_step=0.01,
         ),
     ] = 0.0
+    top_n_sigma: Annotated[
+        float,
+        SamplingField(
+            text=(
+                "Keeps tokens whose logit is at most this many standard deviations of all logits below the largest "
+                "(Tang et al., 2024); 0 and -1 keep all."
+            ),
+            minimum=-1.0,
+            maximum=100.0,
+            has_model_default=True,
+            setting_label="Top n sigma",
+            setting_step=0.1,
+        ),
+    ] = -1.0
+    typical_p: Annotated[
+        float,
+        SamplingField(
+            text=(
+                "Locally typical sampling (Meister et al., 2022): keeps the tokens whose information is nearest to the "
+                "entropy until their probabilities add up to this."
+            ),
+            minimum=0.0,
+            maximum=1.0,
+            excludes_minimum=True,
+            has_model_default=True,
+            setting_label="Typical p",
+            setting_step=0.05,
+        ),
+    ] = 1.0
+    xtc_probability: Annotated[
+        float,
+        SamplingField(
+            text="Probability that a token is sampled with XTC, which excludes top choices.",
+            minimum=0.0,
+            maximum=1.0,
+            has_model_default=True,
+            setting_label="XTC probability",
+            setting_step=0.05,
+        ),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        SamplingField(
+            text="XTC drops the tokens with at least this probability, except the least likely of them.",
+            minimum=0.0,
+            maximum=1.0,
+            has_model_default=True,
+            setting_label="XTC threshold",
+            setting_step=0.05,
+        ),
+    ] = 0.1
     repetition_penalty: Annotated[
         float,
         SamplingField(
@@ -117,6 +170,53 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             setting_step=0.1,
         ),
     ] = 0.0
+    dry_multiplier: Annotated[
+        float,
+        SamplingField(
+            text=(
+                "DRY subtracts dry_multiplier * dry_base ** (length - dry_allowed_length) from the logit of a token "
+                "that would extend a repetition of that length, the prompt's tokens included; 0: no DRY."
+            ),
+            minimum=0.0,
+            maximum=100.0,
+            has_model_default=True,
+            setting_label="DRY multiplier",
+            setting_step=0.1,
+        ),
+    ] = 0.0
+    dry_base: Annotated[
+        float,
+        SamplingField(
+            text="Base of DRY's penalty.",
+            minimum=1.0,
+            maximum=100.0,
+            has_model_default=True,
+            setting_label="DRY base",
+            setting_step=0.05,
+        ),
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int,
+        SamplingField(
+            text="Repetitions of fewer tokens have no DRY penalty.",
+            minimum=1,
+            maximum=1024,
+            has_model_default=True,
+            setting_label="DRY allowed length",
+        ),
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        SamplingField(
+            text="Number of last tokens in which DRY looks for repetitions; -1: all, 0: no DRY.",
+            minimum=-1,
+            maximum=MAX_TOKENS,
+            has_model_default=True,
+            setting_label="DRY last n",
+        ),
+    ] = -1
+    dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = ()
+    """DRY's repetitions end at these tokens."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     """None: all tokens."""
@@ -203,6 +303,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature < _MIN_TEMPERATURE
+
+    @property
+    def has_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
         """63 bits; random if the request has no seed. The first choice uses the request's, so n does not matter."""

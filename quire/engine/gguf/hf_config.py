@@ -17,6 +17,8 @@ _SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
+    "xtc_probability": "general.sampling.xtc_probability",
+    "xtc_threshold": "general.sampling.xtc_threshold",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _NULLABLE_FIELDS = ("num_key_value_heads", "q_lora_rank")

@@ -15,8 +15,9 @@ import msgspec
 from quire.engine.common import request_params
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar, ThinkingBudget
-from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
 from quire.engine.text.structured_outputs import constraint_grammar, requested_constraints
+from quire.engine.text.token_sequences.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.engine.text.token_sequences.sequence_breakers import sequence_breaker_ids
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.unsupported_options import suggest_nearest
 
@@ -35,6 +36,7 @@ _VLLM_ALTERNATIVES = {
 }
 _NON_ENGINE_FIELDS = (
     "bad_words",
+    "dry_sequence_breakers",
     "structured_outputs",
     "truncate_prompt_tokens",
     "detokenize",
@@ -76,7 +78,7 @@ def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
 @with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
-    """Constraint on the whole answer: exactly one of the first five."""
+    """Constraint on the whole answer: exactly one of the first six."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema, as an object or text."""
@@ -86,6 +88,8 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """llguidance's Lark, or GBNF."""
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    """XGrammar's, as an object or text: `format`, or `structures` and `triggers`."""
     disable_fallback: bool = False
     """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
@@ -95,15 +99,15 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         self.as_grammar()
 
-    def as_grammar(self) -> Grammar:
-        """Raises InvalidRequest."""
+    def as_grammar(self, tokenizer: Tokenizer | None = None) -> Grammar:
+        """Without a tokenizer, special tokens in structural tags are text. Raises InvalidRequest."""
         (way, value), *others = requested_constraints(vars(self))
         if others:
             raise InvalidRequest("only one structured output can be requested", param="structured_outputs")
         if isinstance(value, tuple):
             value = list(value)
         value = dict(value) if isinstance(value, Mapping) else value
-        return constraint_grammar(way, value, close=self.disable_additional_properties).grammar
+        return constraint_grammar(way, value, close=self.disable_additional_properties, tokenizer=tokenizer).grammar
 
 
 @with_unknown_field_suggestions
@@ -118,10 +122,21 @@ class SamplingParams:
     top_k: int = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: float = 0.0
+    top_n_sigma: float = -1.0
+    """0 and -1 keep the whole vocabulary."""
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
     """Above 1: earlier tokens, including the prompt's, become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] | None = None
+    """None: newline, colon, quotation mark and asterisk."""
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -182,7 +197,7 @@ class SamplingParams:
         """
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
-            resolved["grammar"] = self.structured_outputs.as_grammar()
+            resolved["grammar"] = self.structured_outputs.as_grammar(tokenizer)
         resolved |= {name: vocab_size for name in _VOCABULARY_COUNT_FIELDS if getattr(self, name) == -1}
         params = self.as_sent(**resolved)
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
@@ -191,6 +206,9 @@ class SamplingParams:
                     message = f"sampling_params: {name} has token id {token}, which is out of vocabulary"
                     raise InvalidRequest(message, param=name)
         check_allowed_tokens_remain(params, tokenizer.eos_token_ids)
+        if params.has_dry:
+            breaker_ids = sequence_breaker_ids(self.dry_sequence_breakers, tokenizer)
+            params = msgspec.structs.replace(params, dry_sequence_breaker_ids=breaker_ids)
         return params
 
     def _check_non_engine_fields(self) -> None:
@@ -203,6 +221,7 @@ class SamplingParams:
             raise InvalidRequest(message, param="logits_processors")
         kinds: dict[str, Any] = {
             "bad_words": Sequence,
+            "dry_sequence_breakers": Sequence,
             "structured_outputs": StructuredOutputsParams,
             "truncate_prompt_tokens": int,
             "detokenize": bool,
@@ -210,12 +229,13 @@ class SamplingParams:
         }
         for name, kind in kinds.items():
             value = _to_python(getattr(self, name))
-            if value is not None and (not isinstance(value, kind) or (name == "bad_words" and isinstance(value, str))):
-                expected = "a list of strings" if name == "bad_words" else f"of type {kind.__name__}"
+            if value is not None and (not isinstance(value, kind) or (kind is Sequence and isinstance(value, str))):
+                expected = "a list of strings" if kind is Sequence else f"of type {kind.__name__}"
                 expected += "(json=SCHEMA) and its like" if name == "structured_outputs" else ""
                 raise InvalidRequest(f"sampling_params: {name} must be {expected}, got {value!r}", param=name)
-        if any(not isinstance(word, str) for word in self.bad_words or ()):
-            raise InvalidRequest("sampling_params: bad_words must be a list of strings", param="bad_words")
+        for name in ("bad_words", "dry_sequence_breakers"):
+            if any(not isinstance(text, str) for text in getattr(self, name) or ()):
+                raise InvalidRequest(f"sampling_params: {name} must be a list of strings", param=name)
         if self.structured_outputs is not None and self.grammar is not None:
             raise InvalidRequest("only one of structured_outputs and grammar can be given", param="grammar")
         max_prompt_tokens = self.truncate_prompt_tokens

@@ -127,7 +127,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
     params = receipt.params
     yield from chain.from_iterable(prompt.ids for prompt in receipt.prompts)
     yield from chain.from_iterable(choice.token_ids for choice in receipt.choices)
-    yield from chain.from_iterable(params.bad_words_ids)
+    yield from chain.from_iterable((*params.bad_words_ids, *params.dry_sequence_breaker_ids))
     if params.thinking is not None:
         yield params.thinking.end_id
         if params.thinking.begin_id is not None:

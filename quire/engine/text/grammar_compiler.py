@@ -250,7 +250,7 @@ class GrammarCompiler:
         elif grammar.kind == "regex":
             source = LLMatcher.grammar_from_regex(grammar.text)
         else:
-            source = LLMatcher.grammar_from_lark(_to_lark(grammar.text))
+            source = LLMatcher.grammar_from_lark(to_lark(grammar.text))
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits[max_lexer_states])
         if matcher.is_error():
             raise InvalidRequest(matcher.get_error()[:1000].strip(), param="grammar")
@@ -258,7 +258,7 @@ class GrammarCompiler:
         return matcher, size
 
 
-def _to_lark(text: str) -> str:
+def to_lark(text: str) -> str:
     """Convert from llama.cpp's GBNF, which vLLM's users write."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar
 from quire.engine.schemas.enforcement import check_exact_numbers, without_unenforced_formats
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar
+from quire.engine.text.structural_tags import structural_tag_grammar
+
+if TYPE_CHECKING:
+    from quire.engine.text.tokenizer import Tokenizer
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
 """vLLM's key and setting."""
-CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
 """The only backend allows at most one space."""
 
@@ -39,8 +44,12 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return constraints
 
 
-def constraint_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpenObjects:
-    """json's `value`: an object or JSON text. `close` forbids undeclared properties. Raises InvalidRequest."""
+def constraint_grammar(
+    kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
+) -> GrammarWithOpenObjects:
+    """json's `value`: an object or JSON text. `close` forbids undeclared properties. Structural tags need a tokenizer
+    if they have special tokens. Raises InvalidRequest.
+    """
     if kind == "json_object":
         if value is not True:
             raise InvalidRequest("json_object must be true or false")
@@ -52,6 +61,9 @@ def constraint_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpen
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
             raise InvalidRequest("choice must be a list of strings, at least one")
         return GrammarWithOpenObjects(choice_grammar(value))
+    if kind == "structural_tag":
+        tag = structural_tag_grammar(value, tokenizer, partial(prepare_and_close_schema, close=close))
+        return GrammarWithOpenObjects(Grammar("lark", tag.lark), tag.open_objects)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{kind} must be a string, and not empty")
     return GrammarWithOpenObjects(Grammar("regex" if kind == "regex" else "lark", value))

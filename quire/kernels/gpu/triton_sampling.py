@@ -115,7 +115,7 @@ def gather_candidates(
 
 @triton.jit
 def _uniform(seed, position):
-    """SplitMix64 of (seed, position) as in sampler.uniforms, float64 in [0, 1)."""
+    """SplitMix64 of (seed, position) as in random_draws.uniform_draws, float64 in [0, 1)."""
     z = _mix(seed.to(tl.uint64, bitcast=True)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(z) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 

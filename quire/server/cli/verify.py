@@ -37,6 +37,7 @@ SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7},
+    {"temperature": 1.0, "typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8},
 )
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
 CHUNK_TOKENS = 7

@@ -28,6 +28,7 @@ _MODEL_SETTINGS = {
     "max_queued_tokens",
     "trust_request_chat_template",
     "tool_call_parser",
+    "tool_strict_level",
     "strict_tool_calls",
     "reasoning_parser",
     "allow_unknown_roles",

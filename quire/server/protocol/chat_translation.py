@@ -15,6 +15,7 @@ CHAT_EXTENSIONS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
+    "dry_sequence_breakers",
     "seed",
     "stop_token_ids",
     "truncate_prompt_tokens",

@@ -33,8 +33,8 @@ MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
 """Number of words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
-"""Token ids per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. 16
-characters of a grammar count as one.
+"""Token ids per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words, sequence breakers
+and grammar. 16 characters of a grammar count as one.
 """
 MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256

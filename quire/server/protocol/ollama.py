@@ -55,11 +55,20 @@ class Options(RequestBody):
     top_k: int | None = Field(None, lt=2**31)
     top_p: float | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
+    """Presets may set this and the other fields that Ollama does not have."""
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = Field(None, lt=2**31)
+    dry_penalty_last_n: int | None = Field(None, lt=2**31)
 
 
 class OllamaGenerationBody(ModelBody):

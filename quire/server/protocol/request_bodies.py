@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, create_model, model_validator
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, MAX_STOP_STRINGS
+from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, MAX_SEQUENCE_BREAKERS, MAX_STOP_STRINGS
 from quire.engine.common.types import DEFAULT_KEEP_SECONDS
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.protocol.field_limits import (
@@ -79,6 +79,7 @@ BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
+    "dry_sequence_breakers",
     "prompt_logprobs",
     "queue_timeout",
     "repetition_detection",
@@ -90,7 +91,7 @@ BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "prompt_cache_retention",
     "receipt",
 )
-RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
+RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value", "format", "structures", "triggers")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
@@ -241,6 +242,8 @@ class GenerationBody(SamplingBody):
     logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
+    dry_sequence_breakers: Annotated[list[str], MaxEntries(MAX_SEQUENCE_BREAKERS)] | None = None
+    """Texts across which DRY sees no repetition; null: newline, colon, quotation mark and asterisk."""
     n: int = 1
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None

@@ -47,7 +47,12 @@ def resolve_chat_request(
 ) -> ResolvedGeneration:
     """`ignored`: further parameters without effect."""
     name = model.resolve_model_name(body.model)
-    tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
+    tools = resolve_request_tools(
+        body,
+        model.chat_formats.tool_format,
+        close=config.disable_additional_properties,
+        strict_level=config.tool_strict_level,
+    )
     ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
     headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
@@ -71,7 +76,9 @@ def resolve_chat_request(
     thinking = make_engine_thinking_budget(
         body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
     )
-    answer = AnswerGrammar(replace(tools, template_tools=None), requested_grammar(body, config), message)
+    answer = AnswerGrammar(
+        replace(tools, template_tools=None), requested_grammar(body, config, model.tokenizer), message
+    )
     grammars = answer.build_grammars(model)
     if message is not None and not grammars:  # with one, a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)

@@ -42,6 +42,7 @@ def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[
         "stop_token_ids": len(params.stop_token_ids),
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "bad_words": sum(map(len, params.bad_words_ids)),
+        "dry_sequence_breakers": sum(map(len, params.dry_sequence_breaker_ids)),
         "grammar": 0 if grammar is None else len(grammar.text) // 16,
     }
 

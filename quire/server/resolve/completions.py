@@ -62,7 +62,7 @@ def resolve_completion_request(
     )
     if body.num_candidates > body.n:
         params = msgspec.structs.replace(params, n=body.num_candidates, logprobs=body.logprobs or 0)
-    requested_format = requested_grammar(body, config)
+    requested_format = requested_grammar(body, config, model.tokenizer)
     answer = AnswerGrammar(RequestTools(), requested_format, has_content_delimiters=False)
     check_text_params(model.tokenizer, stop=params.stop, structured_outputs=requested_format)
     prompts = build_completion_prompts(body, model)

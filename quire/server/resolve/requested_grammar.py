@@ -10,13 +10,16 @@ from quire.engine.text.structured_outputs import (
     constraint_grammar,
     requested_constraints,
 )
+from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.protocol.field_limits import MAX_STRUCTURED_CHOICES
 from quire.server.protocol.request_bodies import GenerationBody
 from quire.server.resolve.checks import check_no_surrogates
 
 
-def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, GrammarWithOpenObjects] | None:
+def requested_grammar(
+    body: GenerationBody, config: ServerConfig, tokenizer: Tokenizer
+) -> tuple[str, GrammarWithOpenObjects] | None:
     """Also returns the parameter."""
     requests: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
@@ -36,7 +39,9 @@ def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, 
     param, kind, value = requests[0]
     try:
         close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSE_OBJECTS_KEY) is True
-        structured = _build_structured_grammar(kind, value, close=close)
+        if kind == "structural_tag" and getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none":
+            raise InvalidRequest("a structural tag is not available together with tools: write them as tags")
+        structured = _build_structured_grammar(kind, value, close=close, tokenizer=tokenizer)
     except InvalidRequest as error:
         raise InvalidRequest(f"{param}: {error.message}", param=param) from error
     check_no_surrogates(structured.grammar.text, param)
@@ -56,12 +61,15 @@ def _response_format_constraints(response_format: dict[str, Any]) -> list[tuple[
         if schema is None:
             raise InvalidRequest("response_format.json_schema.schema is missing", param="response_format")
         return [("json", schema)]
+    if kind == "structural_tag":
+        return [("structural_tag", response_format)]
     raise InvalidRequest(
-        f"response_format.type must be text, json_object or json_schema, got {kind!r}", param="response_format"
+        f"response_format.type must be text, json_object, json_schema or structural_tag, got {kind!r}",
+        param="response_format",
     )
 
 
-def _build_structured_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpenObjects:
+def _build_structured_grammar(kind: str, value: Any, *, close: bool, tokenizer: Tokenizer) -> GrammarWithOpenObjects:
     if kind == "choice" and isinstance(value, list) and len(value) > MAX_STRUCTURED_CHOICES:
         raise InvalidRequest(f"choice takes at most {MAX_STRUCTURED_CHOICES} strings, got {len(value)}")
-    return constraint_grammar(kind, value, close=close)
+    return constraint_grammar(kind, value, close=close, tokenizer=tokenizer)

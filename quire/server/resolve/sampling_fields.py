@@ -3,12 +3,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, SamplingParams
-from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.engine.text.token_sequences.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.engine.text.token_sequences.sequence_breakers import sequence_breaker_ids
 from quire.server.config import ServerConfig
 from quire.server.protocol.request_bodies import GenerationBody
-from quire.server.resolve.checks import check_no_surrogates, check_token_ids
+from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_token_ids
 from quire.server.served_model import ServedModel
 
 CLIPPED_HEADER = "X-Max-Tokens-Clipped"
@@ -25,7 +28,7 @@ def resolve_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Defaults come from generation_config.json."""
+    """Defaults come from generation_config.json. Raises InvalidRequest, NeedsWorker."""
     model.check_task("generate")
     if max_tokens == -1:
         max_tokens = None
@@ -42,7 +45,11 @@ def resolve_sampling_params(
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _check_no_surrogates_in(
-        stop=stop, cache_salt=[body.cache_salt], session_id=[body.session_id], bad_words=body.bad_words
+        stop=stop,
+        cache_salt=[body.cache_salt],
+        session_id=[body.session_id],
+        bad_words=body.bad_words,
+        dry_sequence_breakers=body.dry_sequence_breakers or (),
     )
     params = SamplingParams(
         n=body.n,
@@ -59,6 +66,11 @@ def resolve_sampling_params(
         prompt_logprobs=prompt_logprobs,
     )
     check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
+    if params.has_dry:
+        if body.dry_sequence_breakers and not model.expendable:
+            raise NeedsWorker  # texts of all tokens are searched
+        breaker_ids = sequence_breaker_ids(body.dry_sequence_breakers, model.tokenizer)
+        params = msgspec.structs.replace(params, dry_sequence_breaker_ids=breaker_ids)
     return params
 
 

@@ -12,6 +12,7 @@ from quire.engine.schemas.enforcement import repair_argument_schema, weaken_sche
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.structured_outputs import prepare_and_close_schema
 from quire.engine.text.tokenizer import Tokenizer
+from quire.server.config import ToolStrictLevel
 from quire.server.formats.grammar_composition import lark_literal_with_special_tokens
 from quire.server.formats.tools.tool_parser import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest
@@ -42,6 +43,8 @@ class RequestTools:
     """The answer must call one of these; empty: the model decides."""
     strict_tool_names: frozenset[str] = frozenset()
     """Their calls follow the schema exactly, even if calling is optional."""
+    constrains_all_calls: bool = False
+    """Calls have the format and name a tool, even if calling is optional and no tool is strict."""
     allows_parallel: bool = True
     closes_objects: bool = True
     """Schema objects with `properties` but no additionalProperties allow no others."""
@@ -83,10 +86,14 @@ class RequestTools:
         """None: any answer is allowed. `calls_only`: no text is allowed. Raises InvalidRequest for a strict tool
         without a possible grammar.
         """
-        if self.tool_format is None or not (self.required_tools or self.strict_tool_names or calls_only):
+        constrains_arguments = self.required_tools or self.strict_tool_names or calls_only
+        if self.tool_format is None or not (constrains_arguments or self.constrains_all_calls):
             return None
         must = calls_only or bool(self.required_tools)
-        tools = [Tool(tool.name, self._enforced_schema(tool).schema) for tool in self._constrained_tools]
+        tools = [
+            Tool(tool.name, self._enforced_schema(tool).schema if constrains_arguments else ANY_OBJECT)
+            for tool in self._constrained_tools
+        ]
         try:
             text = self.tool_format.build_calls_grammar(
                 tools, self.allows_parallel, partial(lark_literal_with_special_tokens, tokenizer=tokenizer), must=must
@@ -118,15 +125,18 @@ class RequestTools:
             raise InvalidRequest(f"{self._schema_field(tool.name)}: {error.message}", param="tools") from error
 
 
-def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> RequestTools:
+def resolve_request_tools(
+    body: ChatRequest, format: ToolFormat | None, *, close: bool = True, strict_level: ToolStrictLevel = "auto"
+) -> RequestTools:
     """`close`: see RequestTools.closes_objects."""
     specs = convert_to_functions(body.tools, None if body.tool_choice == "none" else format)
+    strict = frozenset(spec.name for spec in specs if spec.function.strict or strict_level == "parameter")
     known: dict[str, Tool] = {}
     for index, spec in enumerate(specs):
         function = spec.function
         if function.name in known:
             raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
-        parameters = function.parameters if function.strict else repair_argument_schema(function.parameters)
+        parameters = function.parameters if spec.name in strict else repair_argument_schema(function.parameters)
         known[function.name] = Tool(function.name, _check_and_complete_parameters(parameters, index))
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
@@ -159,7 +169,8 @@ def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close
         tools_by_name=known,
         custom_tool_names=frozenset(spec.name for spec in body.tools if isinstance(spec, CustomToolSpec)),
         required_tools=must_call,
-        strict_tool_names=frozenset(spec.name for spec in specs if spec.function.strict),
+        strict_tool_names=strict & known.keys(),
+        constrains_all_calls=strict_level != "auto",
         allows_parallel=body.parallel_tool_calls and named is None,
         closes_objects=close,
         schema_fields={spec.name: _tool_schema_field(spec, index) for index, spec in enumerate(body.tools)},

@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 def test_sampling_params_have_engine_fields_and_defaults() -> None:
     parameters = inspect.signature(SamplingParams).parameters
     engine_fields = {field.name: field for field in msgspec.structs.fields(request_params.SamplingParams)}
-    assert engine_fields.keys() - parameters.keys() == {"bad_words_ids"}
+    assert engine_fields.keys() - parameters.keys() == {"bad_words_ids", "dry_sequence_breaker_ids"}
     for name in engine_fields.keys() & parameters.keys():
         assert (parameters[name].default or 0) == (engine_fields[name].default or 0), name
 
@@ -107,6 +107,8 @@ def test_structured_outputs_require_single_valid_constraint() -> None:
     for wrong in ({}, {"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"jsn": {}}, {"choice": 5}, {"json": 5}):
         with pytest.raises(InvalidRequest):
             StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
+    tag = {"format": {"type": "const_string", "value": "<|endoftext|>x"}}
+    assert StructuredOutputsParams(structural_tag=tag).as_grammar().text.startswith('start: "<|endoftext|>x"')
     with pytest.raises(InvalidRequest, match="only one of structured_outputs and grammar"):
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), grammar=json_grammar({}))
 

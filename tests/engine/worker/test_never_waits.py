@@ -64,6 +64,8 @@ KINDS: dict[str, dict[str, object]] = {
     "drawn": {"temperature": 0.8},
     "filtered": {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "rare filters": {"temperature": 0.8, "top_k": 9, "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 1.0},
+    "dry": {"dry_multiplier": 0.8, "dry_sequence_breaker_ids": ((3,), (4, 5))},
     "biased": {"temperature": 1.0, "logit_bias": {5: 2.0, 7: -100.0}, "min_tokens": 4, "stop_token_ids": (3, 4)},
     "allowed": {"allowed_token_ids": (0, 5, 6, 7)},
     "bans": {"temperature": 1.0, "bad_words_ids": ((11, 12), (30,), (5, 6, 7))},

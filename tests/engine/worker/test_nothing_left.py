@@ -14,7 +14,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.text.bad_words import check_allowed_tokens_remain
+from quire.engine.text.token_sequences.bad_words import check_allowed_tokens_remain
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 

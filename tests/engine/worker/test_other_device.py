@@ -72,6 +72,7 @@ def test_sampling_rules_chunks_and_prefix_cache_equal_cpu(
         "greedy": {"logprobs": 2},
         "drawn": {"temperature": 0.9, "top_p": 0.8, "top_k": 30, "seed": 4},
         "ruled": {"repetition_penalty": 1.2, "bad_words_ids": ((5, 6),), "logit_bias": {8: 1.0}, "min_tokens": 3},
+        "rare": {"temperature": 0.9, "typical_p": 0.8, "xtc_probability": 0.5, "dry_multiplier": 0.8, "seed": 4},
         "prompt": {"prompt_logprobs": 1},
     }
     requests = [

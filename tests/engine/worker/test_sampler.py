@@ -15,13 +15,13 @@ from transformers import (
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar, SamplingParams, ThinkingBudget
+from quire.engine.worker.sampling.random_draws import uniform_draws
 from quire.engine.worker.sampling.sampler import (
     HostLogitsProcessor,
     include_sampled_token,
     logprob_tensors,
     sample_token_ids,
     token_logprobs,
-    uniform_draws,
 )
 from quire.engine.worker.sampling.sampling_rules import (
     NO_TOKEN_LEFT,
@@ -213,7 +213,9 @@ def test_samples_follow_distribution_and_depend_on_seed_and_position() -> None:
     assert chi_squared < 16.3  # 99.9 % of samples, 3 degrees of freedom; the samples are fixed, so this cannot flake
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     assert sample_token_ids(logits.repeat(len(rows), 1), [rows[i] for i in order]).tolist() == picks[order].tolist()
-    assert len({u.item() for u in uniform_draws(rows)}) == len(rows)
+    assert len({u.item() for u in uniform_draws([row.seed for row in rows], [row.position for row in rows])}) == len(
+        rows
+    )
 
 
 def test_sampled_token_does_not_depend_on_other_rows() -> None:
@@ -279,6 +281,7 @@ def test_logprob_token_ids_replace_top_logprobs() -> None:
         {"bad_words_ids": ((1, 2),)},
         {"min_tokens": 1},
         {"frequency_penalty": 0.1},
+        {"dry_multiplier": 0.1},
         {"thinking": ThinkingBudget(4, end_id=3, begin_id=None)},
         {"grammar": Grammar("regex", "a")},
     ],

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from quire.engine.common.request_params import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.engine.worker.sampling.sampler import sample_token_ids, uniform_draws
+from quire.engine.worker.sampling.random_draws import uniform_draws
+from quire.engine.worker.sampling.sampler import sample_token_ids
 from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, SamplingRow, make_request_sampling_rules
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.triton_sampling import _uniform
@@ -32,6 +33,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.5, "top_p": 0.8, "top_k": 20, "min_p": 0.05},
     {"top_k": 10**6, "temperature": 2.0},
     {"top_p": 0.000001},
+    {"top_n_sigma": 1.0, "top_p": 0.9},
+    {"typical_p": 0.7, "min_p": 0.01, "xtc_probability": 0.6},
 ]
 
 
@@ -71,7 +74,7 @@ def check(
 
 @pytest.mark.parametrize(("vocab", "scale"), [(50, 3.0), (4097, 3.0), (9001, 1.0)])
 def test_device_sampler_equals_host_sampler(vocab: int, scale: float) -> None:
-    check(random_logits(24, vocab, scale), KINDS * 2)
+    check(random_logits(2 * len(KINDS), vocab, scale), KINDS * 2)
 
 
 def test_device_sampler_cuts_flat_distributions() -> None:
@@ -112,7 +115,7 @@ def test_thinking_budget_forces_end_token() -> None:
 
 
 def test_penalties_biases_and_bans_equal_host_sampler() -> None:
-    history = torch.randint(0, 30, (12, 40), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    history = torch.randint(0, 30, (13, 40), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     tails = [tuple(history[i, 37 - i % 4 - 2 : 37 - i % 4].tolist()) for i in range(12)]
     kinds = [
         {"repetition_penalty": 1.5, "temperature": 0.0},
@@ -127,8 +130,9 @@ def test_penalties_biases_and_bans_equal_host_sampler() -> None:
         {"min_tokens": 30, "max_tokens": 40, "stop_token_ids": (4, 5), "logit_bias": {2: 60.0, 4: 60.0}},
         {"min_tokens": 30, "max_tokens": 40, "ignore_eos": True, "logit_bias": {2: 60.0}},
         {"bad_words_ids": (tuple(range(30)),)},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breaker_ids": ((1,), (2, 3))},
     ]
-    got = check(random_logits(12, 30), kinds, history)
+    got = check(random_logits(13, 30), kinds, history)
     assert got[4] == 3
     assert got[7] >= 25
     assert got[8] != 3
@@ -194,4 +198,4 @@ def test_device_uniform_draws_equal_host_draws() -> None:
     device = torch.device("cpu" if INTERPRETED else "cuda")
     out = torch.empty(len(keys), dtype=torch.float64, device=device)
     draw[len(keys),](out, *(torch.tensor(part, device=device) for part in zip(*keys, strict=True)))
-    assert out.tolist() == uniform_draws(rows).tolist()
+    assert out.tolist() == uniform_draws([row.seed for row in rows], [row.position for row in rows]).tolist()

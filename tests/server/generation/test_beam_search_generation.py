@@ -176,6 +176,9 @@ async def test_beam_search_cancelled_in_first_step_returns_empty_choices() -> No
         {"prompt_logprobs": 1},
         {"queue_timeout": 1},
         {"top_p": 0.5},
+        {"typical_p": 0.5},
+        {"dry_multiplier": 0.5},
+        {"dry_sequence_breakers": []},
     ],
     ids=str,
 )

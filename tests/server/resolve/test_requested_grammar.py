@@ -16,11 +16,13 @@ import pytest
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
+from quire.engine.text.structured_outputs import constraint_grammar
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
-from quire.server.formats.grammar_composition import add_thinking_grammar
+from quire.server.formats.content_delimiters import ContentDelimiters
+from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar
 from quire.server.formats.reasoning_parser import ReasoningFormat
 from quire.server.served_model import ServedModelSpec
 from quire.server.workers.grammar_checker import GrammarChecker
@@ -33,6 +35,19 @@ from tests.texts import byte_level_tokenizer
 ANYBODY = Tenant("", b"", RateLimits(None, None))
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+OLDER_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [{"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}],
+    },
+}
 GOOD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"b": [1, null]}', "[1]"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
@@ -44,6 +59,10 @@ GOOD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": r"\d+/é"}}, "12/é", "/é"),
     ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
     ({"structured_outputs": {"grammar": 'start: "a" b\nb: "c"+'}}, "acc", "a"),
+    ({"response_format": TAG}, 'so <f=x>{"a": 1}</f>', '<f=x>{"a": "1"}</f>'),
+    ({"response_format": OLDER_TAG}, 'so <f=x>{"a": 1}</f>', "<f=y>"),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, 'so <f=x>{"a": 1}</f>', '<f=x>{"a": "1"}</f>'),
+    ({"structured_outputs": {"structural_tag": OLDER_TAG}}, 'so <f=x>{"a": 1}</f>', "<f=y>"),
     ({"guided_json": SCHEMA}, '{"a": 1}', "{}"),
     ({"guided_regex": "a|b"}, "a", "c"),
     ({"guided_choice": ["x", "y"]}, "y", "z"),
@@ -75,6 +94,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": {"const": "x" * 300_000}}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: <|nothing|>"}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": 5}}, "structured_outputs"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "token"}}}, "response_format"),
+    ({"response_format": TAG, "guided_regex": "a"}, "guided_regex"),
     ({"guided_json": 3}, "guided_json"),
     ({"guided_choice": "a"}, "guided_choice"),
     ({"guided_grammar": "start: start"}, "guided_grammar"),
@@ -182,6 +205,26 @@ def test_thinking_grammar_applies_after_reasoning(marks: tuple[str, str], gramma
     assert matches(either, f"{begin}hm{end}\n{answer}")
     assert not matches(either, f"hm{answer}")
     assert not matches(either, f"{begin}hm{answer}")
+
+
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ("<|bos|>", "<|im_start|>")], ids=["text", "special"])
+def test_structural_tag_applies_after_reasoning_and_between_delimiters(marks: tuple[str, str]) -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    begin, end = marks
+    tag = constraint_grammar("structural_tag", TAG, close=True, tokenizer=tokenizer).grammar
+    framed = add_content_delimiters(tag, ContentDelimiters("<c>", (), (), ("</c>",), "</c>"), tokenizer)
+    for grammar, before, after in ((tag, "", ""), (framed, "<c>", "</c>")):
+        whole = add_thinking_grammar(grammar, ReasoningFormat("think", begin, end), True, tokenizer)
+        assert matches(whole, f'hm <f=x> {end}\n\n{before}so <f=x>{{"a": 1}}</f>.{after}')
+        assert not matches(whole, f"hm{end}\n\n{before}<f=x>5</f>{after}")
+
+
+async def test_structural_tag_and_tools_are_refused_together(api: Api) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = (await api.post("/v1/chat/completions", CHAT | {"response_format": TAG, "tools": tools}, 400))["error"]
+    assert error["param"] == "response_format"
+    assert "not available together with tools" in error["message"]
+    await api.post("/v1/chat/completions", CHAT | {"response_format": TAG, "tools": tools, "tool_choice": "none"})
 
 
 async def test_chat_grammar_applies_after_reasoning() -> None:

@@ -53,6 +53,7 @@ async def test_completion_takes_and_returns_token_ids() -> None:
         ("/v1/completions", IDS | {"stop": ["a"]}, "stop"),
         ("/v1/completions", IDS | {"response_format": {"type": "json_object"}}, "structured_outputs"),
         ("/v1/completions", IDS | {"bad_words": ["a"]}, "prompt"),
+        ("/v1/completions", IDS | {"dry_multiplier": 0.8}, "dry_sequence_breakers"),
         ("/v1/completions", IDS | {"logit_bias": {str(SIZE): 1}}, "logit_bias"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None),
         ("/v1/messages", {"model": "model", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}, None),

@@ -97,15 +97,18 @@ async def test_ollama_options_and_format_reach_engine() -> None:
             "top_k": 3,
             "top_p": 0.9,
             "min_p": 0.1,
+            "typical_p": 0.7,
             "seed": 4,
             "stop": ["q"],
         }
+        options |= {"xtc_probability": 0.5, "dry_allowed_length": 3}
         options |= {"repeat_penalty": 1.5, "presence_penalty": 0.2, "frequency_penalty": 0.3, "num_ctx": 9000}
         response = await api.http.post(CHAT, json={**HELLO, "options": options, "keep_alive": "5m"})
         assert response.headers["x-ignored-params"] == "options.num_ctx"
         params = api.engine.seen[-1].params
         assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (7, 0.5, 3, ("q",))
-        assert (params.top_p, params.min_p, params.repetition_penalty) == (0.9, 0.1, 1.5)
+        assert (params.top_p, params.min_p, params.repetition_penalty, params.typical_p) == (0.9, 0.1, 1.5, 0.7)
+        assert (params.xtc_probability, params.dry_allowed_length) == (0.5, 3)
         assert (params.presence_penalty, params.frequency_penalty) == (0.2, 0.3)
         assert api.engine.seen[-1].seed == 4
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -13,7 +13,7 @@ import tokenizers
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import TokenLogprob
-from quire.engine.text.bad_words import bad_words_ids
+from quire.engine.text.token_sequences.bad_words import bad_words_ids
 from quire.server.generation.choice_state import has_repetition
 from quire.server.generation.resolved_request import RepetitionRule
 from quire.server.resolve.prompts import INFILL_TOKENS, build_infill_ids
@@ -40,6 +40,29 @@ async def test_allowed_token_ids_and_bad_words_reach_engine(api: Api) -> None:
     await api.post(COMPLETIONS, {"prompt": "x", "allowed_token_ids": None, "bad_words": []})
     assert api.engine.seen[-1].params.allowed_token_ids is None
     assert api.engine.seen[-1].params.bad_words_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x"}),
+        (CHAT, {"messages": HELLO}),
+        ("/v1/messages", {"model": NAME, "messages": HELLO, "max_tokens": 3}),
+        ("/v1/responses", {"input": "Hello"}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+async def test_rare_sampling_fields_reach_engine_from_each_api(api: Api, path: str, body: dict[str, Any]) -> None:
+    numbers = {"top_n_sigma": 1.5, "typical_p": 0.8, "xtc_probability": 0.3, "xtc_threshold": 0.2}
+    numbers |= {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 99}
+    await api.post(path, {**body, **numbers})
+    params = api.engine.seen[-1].params
+    assert {name: getattr(params, name) for name in numbers} == numbers
+    assert set(params.dry_sequence_breaker_ids) == {(byte,) for byte in b'\n:"*'}
+    await api.post(path, {**body, **numbers, "dry_sequence_breakers": ["ab"]})
+    assert api.engine.seen[-1].params.dry_sequence_breaker_ids == (tuple(b"ab"),)
+    await api.post(path, {**body, "dry_multiplier": 0.0, "dry_sequence_breakers": ["ab"]})
+    assert api.engine.seen[-1].params.dry_sequence_breaker_ids == (), "they have no effect without DRY"
 
 
 @pytest.mark.parametrize("named", [sentence_piece_tokenizer(), *real_tokenizers()], ids=lambda named: named.name)

@@ -69,19 +69,19 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitma
         return sample_token_ids(logits, rows, mask)
     without_tokens = process_logits_and_find_exhausted(logits, rows, mask, DeviceLogitsProcessor())
     params_list, vocab = [row.rules.params for row in rows], logits.shape[1]
-    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in params_list]
+    filters = [row.rules.draw_filters(vocab) for row in rows]
     arrays: list[np.ndarray] = [
         np.array([0.0 if each.is_greedy else each.temperature for each in params_list], dtype=np.float32),
-        np.array(top_k, dtype=np.int32),
-        np.array([each.top_p for each in params_list], dtype=np.float64),
-        np.array([each.min_p for each in params_list], dtype=np.float32),
+        np.array([top_k for top_k, _, _ in filters], dtype=np.int32),
+        np.array([top_p for _, top_p, _ in filters], dtype=np.float64),
+        np.array([min_p for _, _, min_p in filters], dtype=np.float32),
         np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64),
         np.array([row.position for row in rows], dtype=np.int64),
     ]
-    draw_filters = [(k, each.top_p) for k, each in zip(top_k, params_list, strict=True) if not each.is_greedy]
-    has_filters = any(k < vocab or top_p < 1 for k, top_p in draw_filters)
+    drawn_filters = [each for each, params in zip(filters, params_list, strict=True) if not params.is_greedy]
+    has_filters = any(top_k < vocab or top_p < 1 for top_k, top_p, _ in drawn_filters)
     sampled = sample_tokens(
-        logits, *upload_arrays(arrays, logits.device), has_sampling=bool(draw_filters), has_filters=has_filters
+        logits, *upload_arrays(arrays, logits.device), has_sampling=bool(drawn_filters), has_filters=has_filters
     )
     return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
 

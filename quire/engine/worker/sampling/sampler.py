@@ -1,8 +1,8 @@
 """Host sampler, and reference for device_sampler.py: a pure function of logits, parameters, tokens, and one uniform
 number per token.
 
-The number comes from (seed, position) by SplitMix64 (Steele et al., 2014). Sampling is by inverse CDF in vocabulary
-order and never mixes rows, so a token does not depend on the batch, and survives preemptions and crashes.
+The number comes from (seed, position): see random_draws.py. Sampling is by inverse CDF in vocabulary order and never
+mixes rows, so a token does not depend on the batch, and survives preemptions and crashes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import TokenLogprob
+from quire.engine.worker.sampling.random_draws import uniform_draws
 from quire.engine.worker.sampling.sampling_rules import (
     NO_TOKEN_LEFT,
     IndexedRow,
@@ -55,16 +55,12 @@ def _sample_rows(
         sampled[greedy_indices] = argmax(logits[greedy_indices])
     drawn_rows = [rows[index] for index in drawn_indices]
     filters = torch.tensor(
-        [_sampling_filter_values(row.rules.params, logits.shape[1]) for row in drawn_rows], dtype=torch.float64
+        [(row.rules.params.temperature, *row.rules.draw_filters(logits.shape[1])) for row in drawn_rows],
+        dtype=torch.float64,
     )
-    u = uniform_draws(drawn_rows).to(logits.device)
+    u = uniform_draws([row.seed for row in drawn_rows], [row.position for row in drawn_rows]).to(logits.device)
     sampled[drawn_indices] = draw(logits if not greedy_indices else logits[drawn_indices], filters.to(logits.device), u)
     return sampled
-
-
-def _sampling_filter_values(params: SamplingParams, vocab: int) -> tuple[float, ...]:
-    top_k = params.top_k if 0 < params.top_k < vocab else vocab
-    return params.temperature, top_k, params.top_p, params.min_p
 
 
 class HostLogitsProcessor:
@@ -104,23 +100,6 @@ class HostLogitsProcessor:
                 values[allowed] = unmodified[row].cpu().numpy()[allowed]
             if logits.device.type != "cpu":
                 logits[row] = torch.from_numpy(values)
-
-
-def uniform_draws(rows: list[SamplingRow]) -> Tensor:
-    """A float64 in [0, 1) per row."""
-    seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
-    positions = np.array([row.position for row in rows], dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        z = _splitmix64(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    return torch.from_numpy((_splitmix64(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """Also applied to seeds: neighboring seeds must share no part of their streams."""
-    with np.errstate(over="ignore"):
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def logprob_tensors(

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.common.request_params import SamplingParams, ThinkingBudget
+from quire.engine.worker.sampling.dry import DryRule, make_dry_rule, penalize_repetitions
+from quire.engine.worker.sampling.random_draws import xtc_draw
+from quire.engine.worker.sampling.rare_filters import drop_filtered_tokens, has_rare_filters, standard_deviation
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.host_transfer import upload_arrays
 
@@ -34,11 +37,21 @@ class RequestSamplingRules:
     """Two or more tokens; the last may not follow the others."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
+    dry: DryRule | None
+    has_rare_filters: bool
+    """They then replace the kernels' filters."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
         added = self.biases_before_min_tokens if self.params.min_tokens else self.biases
         return self.allowed_token_ids is not None or bool(self.bad_words) or -np.inf in added.values()
+
+    def draw_filters(self, vocab: int) -> tuple[int, float, float]:
+        """top_k, top_p and min_p for the kernel that draws a token."""
+        if self.has_rare_filters:
+            return vocab, 1.0, 0.0
+        top_k = self.params.top_k
+        return top_k if 0 < top_k < vocab else vocab, self.params.top_p, self.params.min_p
 
 
 def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> RequestSamplingRules:
@@ -54,6 +67,7 @@ def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int
         params.min_tokens and end_token_ids,
         bad_words,
         penalties != (1.0, 0.0, 0.0),
+        params.has_dry,
         params.thinking,
     )
     return RequestSamplingRules(
@@ -67,6 +81,8 @@ def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int
         biases_before_min_tokens=biases | dict.fromkeys(end_token_ids, -np.inf),
         bad_words=bad_words,
         penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
+        dry=make_dry_rule(params),
+        has_rare_filters=has_rare_filters(params),
     )
 
 
@@ -75,7 +91,7 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
     reported = (params.grammar, params.logprobs, params.logprob_token_ids or None)
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    plain = params.min_tokens == 0 and penalties == (1.0, 0.0, 0.0)
+    plain = params.min_tokens == 0 and penalties == (1.0, 0.0, 0.0) and not params.has_dry
     return params.is_greedy and plain and all(each is None for each in (*reported, *changed))
 
 
@@ -142,11 +158,17 @@ def process_logits_and_find_exhausted(
     logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None, processor: LogitsProcessor
 ) -> Tensor | None:
     """Logits [R, vocab] float32 change in place. Return flags [R] of rows without tokens; None: all have some."""
+    filtered_rows = [(index, row) for index, row in enumerate(rows) if row.rules.has_rare_filters]
+    sigmas = {
+        index: standard_deviation(logits[index]) for index, row in filtered_rows if row.rules.params.top_n_sigma > 0
+    }
     constrained_rows = [(index, row) for index, row in enumerate(rows) if not row.rules.keeps_logits_unchanged]
     unmodified = logits.clone() if constrained_rows and mask is not None else None
     _apply_rules(logits, constrained_rows, processor)
     if mask is not None:
         processor.apply_bitmask(logits, mask, unmodified)
+    for index, row in filtered_rows:
+        drop_filtered_tokens(logits[index], row.rules.params, sigmas.get(index), xtc_draw(row.seed, row.position))
     if mask is None and not any(row.rules.can_ban_all_tokens for _, row in constrained_rows):
         return None
     return logits.amax(-1) == -torch.inf
@@ -170,6 +192,9 @@ def _apply_rules(logits: Tensor, rows: list[IndexedRow], processor: LogitsProces
     penalized = [(index, row) for index, row in rows if row.rules.penalties is not None]
     if penalized:
         processor.apply_penalties(logits, penalized)
+    for index, row in rows:
+        if row.rules.dry is not None:
+            penalize_repetitions(logits[index], row.token_ids, row.rules.dry)
     for index, row in rows:
         if (budget := row.rules.params.thinking) is not None:
             _force_end_of_thinking(logits[index], row, budget)

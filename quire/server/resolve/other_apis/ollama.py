@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.request_params import MODEL_DEFAULT_FIELDS
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.ollama import (
     OllamaChatWriter,
@@ -39,13 +40,11 @@ from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGenerat
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
 
+_MODEL_DEFAULT_NAMES = tuple(each.name for each in MODEL_DEFAULT_FIELDS if each.name != "repetition_penalty")
 OLLAMA_FIELD_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
-    "temperature": "options.temperature",
-    "top_p": "options.top_p",
-    "top_k": "options.top_k",
-    "min_p": "options.min_p",
+    **{name: f"options.{name}" for name in _MODEL_DEFAULT_NAMES},
     "stop": "options.stop",
     "reasoning_effort": "think",
     "response_format.json_schema.schema": "format",
@@ -158,10 +157,7 @@ def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
     most = options.num_predict
     fields: dict[str, Any] = {
         "max_tokens": -1 if most is None or most < 0 else most,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
+        **{name: getattr(options, name) for name in _MODEL_DEFAULT_NAMES},
         "seed": options.seed,
         "stop": options.stop,
         "repetition_penalty": options.repeat_penalty,

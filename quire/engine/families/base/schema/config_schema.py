@@ -347,5 +347,13 @@ class GenerationConfigFields(TypedDict, total=False):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] | None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, lt=2**31)] | None
     eos_token_id: _TokenId | _TokenIds | None

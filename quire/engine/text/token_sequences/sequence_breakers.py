@@ -1,0 +1,93 @@
+"""Sequence breakers of DRY, as in llama.cpp: a breaker is found wherever its text may lie in tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.request_params import MAX_SEQUENCE_BREAKER_LENGTH, MAX_SEQUENCE_BREAKERS
+from quire.engine.text.null_tokenizer import NullTokenizer
+from quire.engine.text.tokenizer import Tokenizer
+
+DEFAULT_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's."""
+_MAX_SEQUENCES = 2**15
+_END = b"\xff"
+"""UTF-8 has no such byte, so no text reaches across it."""
+
+
+def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """None: the default. Raises InvalidRequest."""
+    texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
+    param = "dry_sequence_breakers"
+    if len(texts) > MAX_SEQUENCE_BREAKERS:
+        message = f"{param} takes at most {MAX_SEQUENCE_BREAKERS} strings, got {len(texts)}"
+        raise InvalidRequest(message, param=param)
+    if not all(texts):
+        raise InvalidRequest(f"{param} must not contain an empty string", param=param)
+    if any(len(text) > MAX_SEQUENCE_BREAKER_LENGTH for text in texts):
+        message = f"{param} must not contain strings of more than {MAX_SEQUENCE_BREAKER_LENGTH} characters"
+        raise InvalidRequest(message, param=param)
+    if texts and isinstance(tokenizer, NullTokenizer):
+        message = f"the model is served without a tokenizer, and {param} needs one: give an empty list"
+        raise InvalidRequest(message, param=param)
+    return _breaker_ids(texts, tokenizer)
+
+
+@lru_cache(maxsize=32)
+def _breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    sequences: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        for sequence in _token_sequences_with(text, tokenizer):
+            sequences[sequence] = None
+            if len(sequences) > _MAX_SEQUENCES:
+                message = f"dry_sequence_breakers: more than {_MAX_SEQUENCES} sequences of tokens may contain them"
+                raise InvalidRequest(message, param="dry_sequence_breakers")
+    return tuple(sequences)
+
+
+def _token_sequences_with(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    """Tokens that contain the text; and tokens that end with its beginning, with the rest's tokens."""
+    vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
+    yield from ((token,) for token in _tokens_with(encoded, vocabulary))
+    rests = {len(text[:index].encode()): _encode_inside_text(text[index:], tokenizer) for index in range(1, len(text))}
+    if whole := _encode_inside_text(text, tokenizer):
+        rests.setdefault(len(tokenizer.token_bytes(whole[0])), whole[1:])
+    for length, rest in rests.items():
+        if rest:
+            for token in _tokens_with(encoded[:length] + _END, vocabulary):
+                yield (token, *rest)
+
+
+def _encode_inside_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Many tokenizers put a space before a text's first token. Empty if the text is always joined with what precedes
+    it.
+    """
+    for context in ("", "\n", "a", "0"):
+        ids = tokenizer.encode(context + text, add_special_tokens=False)
+        for begin in range(len(ids)):
+            if b"".join(map(tokenizer.token_bytes, ids[begin:])) == text.encode():
+                return tuple(ids[begin:])
+    return ()
+
+
+@lru_cache(maxsize=2)
+def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
+    """All tokens' bytes with _END after each, and where each token begins."""
+    tokens = [tokenizer.token_bytes(token) + _END for token in range(tokenizer.max_token_id + 1)]
+    starts, position = [], 0
+    for token in tokens:
+        starts.append(position)
+        position += len(token)
+    return b"".join(tokens), starts
+
+
+def _tokens_with(part: bytes, vocabulary: tuple[bytes, list[int]]) -> Iterator[int]:
+    joined, starts = vocabulary
+    position = joined.find(part)
+    while position >= 0:
+        token = bisect_right(starts, position) - 1
+        yield token
+        position = joined.find(part, starts[token + 1]) if token + 1 < len(starts) else -1
