@@ -59,7 +59,7 @@ class ChoiceState:
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
-        self._echo_only = request.echo_only
+        self._prompt_only = request.prompt_only
         self._text_stream = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=prompt.ids,
@@ -95,7 +95,7 @@ class ChoiceState:
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """None: nothing to show yet."""
-        output, repeats = self._cut_echo_only_or_repetition(output)
+        output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
             delta = self._text_stream.push_output(output)
@@ -137,9 +137,9 @@ class ChoiceState:
     def reasoning_tokens(self) -> int:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
-    def _cut_echo_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
+    def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
         """The flag is True if a repetition ends the answer."""
-        if self._echo_only:
+        if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
         if self._repetition_detector is None:

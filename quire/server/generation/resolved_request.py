@@ -42,9 +42,13 @@ class ResponsesApiFields:
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """This request's items to store."""
+    """This request's items to store or keep."""
+    kept: bool = False
+    """By the WebSocket, for the next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
+    continues_unstored: bool = False
+    """Only a WebSocket has the previous response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,7 @@ class GenerationRequest(ResolvedRequest):
     continuous_usage: bool = False
     """Each stream event contains the usage so far."""
     echo: bool = False
-    echo_only: bool = False
+    prompt_only: bool = False
     """Drop the one token that the engine must generate."""
     logprobs: bool = False
     prompt_logprobs: int | None = None

@@ -114,6 +114,19 @@ class BatchingTransport(asyncio.Transport):
         self._transport.resume_reading()
         self._loop.call_later(LINGER_SECONDS, self._transport.close)
 
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
+        """Nothing more is written here: `protocol` gets the connection."""
+        self.flush_buffer()
+        self.release_references()
+        self._transport.set_protocol(protocol)
+        return self._transport
+
     def abort(self) -> None:
         self._buffer = b""
         self._transport.abort()

@@ -44,15 +44,15 @@ def resolve_completion_request(
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     headers |= clipped_header(max_tokens, model)
-    echo_only = body.echo and max_tokens == 0
-    if echo_only and body.logprob_token_ids:
+    prompt_only = body.echo and max_tokens == 0
+    if prompt_only and body.logprob_token_ids:
         message = "logprob_token_ids applies to generated tokens, and echo with max_tokens 0 generates none"
         raise InvalidRequest(message, param="logprob_token_ids")
     params = resolve_sampling_params(
         body,
         model,
         config,
-        max_tokens=1 if echo_only else max_tokens,
+        max_tokens=1 if prompt_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=_max_or_none(body.prompt_logprobs, body.logprobs if body.echo else None),
     )
@@ -72,7 +72,7 @@ def resolve_completion_request(
         logprobs=body.logprobs is not None,
         headers=headers,
         echo=body.echo,
-        echo_only=echo_only,
+        prompt_only=prompt_only,
         questions=questions,
         grammars=answer.build_grammars(model),
         schema_headers=answer.schema_headers(),

@@ -47,9 +47,9 @@ class ResolvedGeneration:
     """Makes the last grammar; None if it cannot be weakened."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
 
-    def with_responses_fields(self, fields: ResponsesApiFields) -> ResolvedGeneration:
+    def with_responses_fields(self, fields: ResponsesApiFields, *, prompt_only: bool) -> ResolvedGeneration:
         assert self.request.responses_fields is None, "resolved once"
-        return replace(self, request=replace(self.request, responses_fields=fields))
+        return replace(self, request=replace(self.request, responses_fields=fields, prompt_only=prompt_only))
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
@@ -75,7 +75,7 @@ def build_generation(  # noqa: PLR0913 (the fields of a request that its body al
     headers: Mapping[str, str],
     message: RequestMessageFormat | None = None,
     echo: bool = False,
-    echo_only: bool = False,
+    prompt_only: bool = False,
     questions: Sequence[OptionQuestion] = (),
     grammars: Sequence[tuple[str, Grammar]] = (),
     answer_grammar: AnswerGrammar | None = None,
@@ -115,7 +115,7 @@ def build_generation(  # noqa: PLR0913 (the fields of a request that its body al
         include_usage=body.include_usage,
         continuous_usage=body.has_continuous_usage,
         echo=echo,
-        echo_only=echo_only,
+        prompt_only=prompt_only,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         return_token_ids=body.return_token_ids,
