@@ -52,7 +52,9 @@ async def create_response(request: Request) -> Response:
     keep_body = durable.keep_body if durable.keeps_body else None
     keeper = keeper_of(request)
     history = None if keeper is None else keeper.history
-    resolution = await resolve_body(request, partial(resolve_response, owner=owner, history=history), keep_body)
+    resolve = partial(resolve_response, owner=owner, history=history)
+    extra_bytes = 0 if history is None else history.num_bytes
+    resolution = await resolve_body(request, resolve, keep_body, extra_bytes=extra_bytes)
     resolved = await prepare_generation(request, resolution, durable)
     fields = resolved.responses_fields
     assert fields is not None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import httpx
 import pytest
 import websocket
 
+from quire.server.access.body_reader import BodyReader, BodyTimeouts
 from quire.server.access.memory_lease import MemoryLease
 from quire.server.resolve.other_apis.history import KeptResponse
+from quire.server.routes.websocket.client_events import CreateEvent
 from quire.server.routes.websocket.lanes import Lane, Lanes
 from quire.server.shared_capacity import SharedCapacity
 from tests.server.api import NAME
@@ -100,16 +103,18 @@ async def test_too_large_message_is_refused_with_the_limit_of_bodies() -> None:
         assert await client.closed() == 1009
 
 
-async def test_message_waits_or_is_refused_when_bodies_use_all_memory() -> None:
-    async with serving(FakeEngine(LETTERS)) as port, connected(port.number) as client:
+async def test_message_is_refused_when_other_bodies_use_all_memory() -> None:
+    async with serving(FakeEngine(LETTERS)) as port:
         app: Any = port.server.config.app
-        reader = app.state.server.body_reader
-        reader._budget.adjust_held_amount("", 48 << 20)
-        reader._timeouts = type(reader._timeouts)(wait_seconds=0.5, check_interval=0.1)
-        await client.send_frames(frame(TEXT, CREATE[:-1] + b',"user":"' + b"x" * 200_000 + b'"}'))
-        assert (await client.receive())["status"] == 503
-        await client.send_frames(frame(TEXT, CREATE))
-        assert (await client.events())[-1]["type"] == "response.incomplete"
+        reader = BodyReader(300_000, 300_000, BodyTimeouts(wait_seconds=0.3, check_interval=0.1))
+        app.state.server = replace(app.state.server, body_reader=reader)
+        async with connected(port.number) as other, connected(port.number) as client:
+            await other.send_frames(frame(TEXT, CREATE[:-1], end=False), frame(0, b" " * 200_000, end=False))
+            while not reader.reserved_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await client.send_frames(frame(TEXT, CREATE + b" " * 200_000), frame(TEXT, CREATE))
+            assert (await client.receive())["status"] == 503
+            assert (await client.events())[-1]["type"] == "response.incomplete"
 
 
 async def leave_unread(port: Port, **body: Any) -> Socket:
@@ -293,16 +298,20 @@ async def test_independent_library_continues_a_conversation() -> None:
 
 async def test_memory_of_kept_responses_is_bounded_and_returned() -> None:
     budget = SharedCapacity(1000)
-    lanes = Lanes(lambda lane, event: asyncio.sleep(0), lease := MemoryLease(budget, "a", uncounted_bytes=0))
     others = MemoryLease(budget, "", uncounted_bytes=0)
     others.grow_lease(300)
-    first, second = Lane("1"), Lane("2")
-    lanes._lanes |= {"1": first, "2": second}
-    lanes.keep(first, KeptResponse("resp_1", (b"x" * 200,), is_stored=False))
-    lanes.keep(first, KeptResponse("resp_2", (b"x" * 300,), is_stored=False))
-    assert (lanes.find_kept("resp_1"), budget.total_used) == (None, 600)
-    lanes.keep(second, KeptResponse("resp_3", (b"x" * 500,), is_stored=False))
-    assert (lanes.find_kept("resp_3"), budget.total_used) == (None, 600), "there is no room"
+
+    async def answer(lane: Lane, event: CreateEvent) -> None:
+        id, _, size = event.body.decode().partition(" ")
+        lanes.keep(lane, KeptResponse(id, (b"x" * int(size),), is_stored=False))
+
+    lanes = Lanes(answer, lease := MemoryLease(budget, "", uncounted_bytes=0))
+    for lane, id, size in (("1", "resp_1", 200), ("1", "resp_2", 300), ("2", "resp_3", 500)):
+        lanes.add_event(CreateEvent(lane, None, f"{id} {size}".encode()))
+        await asyncio.gather(*lanes.tasks)
+    assert lanes.find_kept("resp_1") is None, "the lane went on"
     assert lanes.find_kept("resp_2") is not None
+    assert lanes.find_kept("resp_3") is None, "there is no room"
+    assert budget.total_used == 600
     lease.release_lease()
     assert budget.total_used == 300

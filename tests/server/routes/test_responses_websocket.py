@@ -17,7 +17,7 @@ from openai.types.responses import ResponsesServerEvent
 from pydantic import TypeAdapter
 
 from quire.engine.common.types import EngineCoreRequest
-from quire.server.resolve.other_apis import responses
+from quire.server.pipeline import resolve
 from quire.server.routes.websocket import responses_socket
 from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed, scripted
@@ -83,7 +83,7 @@ async def test_twenty_tool_turns_have_prompts_of_whole_conversation(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is stored on disk: each turn sends only a call's output."""
-    monkeypatch.setattr(responses, "MAX_INLINE_HISTORY_BYTES", 0 if where == "worker" else 1 << 20)
+    monkeypatch.setattr(resolve, "SMALL_BYTES", 2048 if where == "worker" else 1 << 20)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     turns = [*[call] * 20, "Done."]
     settings: Any = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "think"}

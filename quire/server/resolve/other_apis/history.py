@@ -80,6 +80,10 @@ class WebSocketHistory:
     previous: KeptResponse | None
     """The one that the request names, if it is kept."""
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.previous is None else self.previous.num_bytes
+
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
     """Includes all earlier responses, oldest first."""

@@ -52,8 +52,6 @@ from quire.server.store.response_store import StoredItem
 
 ITEM_ADAPTER: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 ITEMS_ADAPTER: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-MAX_INLINE_HISTORY_BYTES = 4096
-"""More of a WebSocket's history is parsed by a worker."""
 RESPONSES_FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -202,8 +200,8 @@ def load_items(
         if ids:
             raise InvalidRequest(f"input: {NO_STORE_MESSAGE}", param="input")
         return [], [item for item in input_items if not isinstance(item, ItemReference)]
-    is_quick = kept is not None and kept.num_bytes <= MAX_INLINE_HISTORY_BYTES and not (ids and folder is not None)
-    if not (is_quick or model.expendable):
+    reads_store = folder is not None and (kept is None or bool(ids))
+    if reads_store and not model.expendable:
         raise NeedsWorker
     earlier_items = kept.parse_items() if kept is not None else _stored_earlier_items(folder, owner, body)
     known = load_referenced_items(folder, owner, ids, earlier_items) if ids else {}
