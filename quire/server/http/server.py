@@ -42,6 +42,7 @@ class HttpServer(uvicorn.Server):
                 app,
                 http=partial(HttpConnection, bounds, batcher),  # type: ignore[arg-type]
                 ws=partial(WebSocketConnection, bounds, batcher),  # type: ignore[arg-type]
+                ws_ping_timeout=None,  # simple clients answer pings only while they wait for a response
                 ws_per_message_deflate=False,  # a small message may expand to gigabytes
                 lifespan="off",
                 ssl_context_factory=None if tls is None else lambda *_: tls,

@@ -24,8 +24,6 @@ _MAX_QUEUED_PIECES = 16
 _MAX_SMALL_FRAMES = 10_000
 """Pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
-_PAUSE_SECONDS = 1.0
-"""Grace for a ping's answer, which may wait unread after this process stood still."""
 _CLOSE_SECONDS = 2.0
 """Wait for the client's closing frame."""
 
@@ -65,6 +63,7 @@ class WebSocketConnection(WSProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._limits.limit_unacknowledged_time(transport)
         self.transport = BatchingTransport(transport, self.loop, self._write_batcher)
 
     def handle_connect(self, event: events.Request) -> None:
@@ -134,10 +133,6 @@ class WebSocketConnection(WSProtocol):
         if not self.close_sent and self.conn.state is ConnectionState.OPEN:
             self.transport.write(self.conn.send(event.response()))
         super().handle_close(event)
-
-    def keepalive_timeout(self) -> None:
-        """The client does not answer pings. A closing frame might never leave."""
-        self.pong_timer = self.loop.call_later(_PAUSE_SECONDS, self.transport.abort)
 
     # Sending
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from quire.engine.common import clock
 
@@ -119,6 +120,9 @@ class BatchingTransport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
     def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
         """Nothing more is written here: `protocol` gets the connection."""

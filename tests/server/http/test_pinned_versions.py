@@ -28,7 +28,7 @@ BASES: dict[type, tuple[type, str]] = {
 """Our classes, with the class and the package that each extends."""
 READ_VERSIONS = {
     (HttpConnection, "0.54.0"): "fa8af68c0ec27305",
-    (WebSocketConnection, "0.54.0"): "7d54499109c16a88",
+    (WebSocketConnection, "0.54.0"): "31c2cab11aad10bf",
     (HttpServer, "0.54.0"): "e64e39f2b876b719",
     (EventStream, "3.7.0"): "218f8d8c9bca7a94",
 }
