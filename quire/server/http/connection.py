@@ -3,10 +3,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,15 +52,6 @@ class ConnectionTimeouts:
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
         """Unless the timer is cancelled, the client is disconnected."""
         return loop.call_later(self.write_timeout, self._cut_slow_reader, transport)
-
-    def limit_unacknowledged_time(self, transport: asyncio.BaseTransport) -> None:
-        """The system ends the connection when the client's machine acknowledges nothing for twice the write timeout, so
-        that slow readers are counted first.
-        """
-        sock = transport.get_extra_info("socket")
-        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-            with suppress(OSError):  # a Unix socket
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(2000 * self.write_timeout))
 
     def _cut_slow_reader(self, transport: BatchingTransport) -> None:
         log.warning("a client did not read its answer for %g s and was disconnected", self.write_timeout)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import suppress
 from typing import Any, cast
 
 from starlette.types import Message
@@ -24,6 +26,8 @@ _MAX_QUEUED_PIECES = 16
 _MAX_SMALL_FRAMES = 10_000
 """Pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
+_UNACKNOWLEDGED_SECONDS = 120
+"""A ping that the client's machine does not acknowledge ends the connection, on Linux."""
 _CLOSE_SECONDS = 2.0
 """Wait for the client's closing frame."""
 
@@ -63,7 +67,7 @@ class WebSocketConnection(WSProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._limits.limit_unacknowledged_time(transport)
+        _limit_unacknowledged_time(transport.get_extra_info("socket"))
         self.transport = BatchingTransport(transport, self.loop, self._write_batcher)
 
     def handle_connect(self, event: events.Request) -> None:
@@ -163,3 +167,9 @@ class WebSocketConnection(WSProtocol):
         self._unparsed.clear()
         super().connection_lost(exc)
         self.transport.release_references()
+
+
+def _limit_unacknowledged_time(connection: socket.socket | None) -> None:
+    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        with suppress(OSError):  # a Unix socket
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNACKNOWLEDGED_SECONDS)

@@ -268,17 +268,19 @@ async def test_disconnect_aborts_all_lanes() -> None:
         assert len(engine.seen) == 2, "what waited is dropped"
 
 
-async def test_interrupted_response_is_resumed_as_a_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize("headers", [[], ["X-Keep-Alive-Seconds: 30"]])
+async def test_interrupted_response_is_resumed_as_a_stream(headers: list[str], tmp_path: Path) -> None:
     """The journal has the body that a POST would have sent."""
     body: dict[str, Any] = {"model": NAME, "input": "Hi", "max_output_tokens": 40, "seed": 1}
     engine = FakeEngine(LETTERS, step_seconds=0.005)
     async with serving(engine, data_dir=tmp_path) as port:
-        async with connected(port.number) as socket:
+        async with connected(port.number, *headers) as socket:
             await socket.create(**body, stream_id="a")
             for _ in range(10):
                 event = await socket.receive()
             id = event["item_id"].removeprefix("msg_")[:-4]
         await idle(engine)
+        assert bool(engine.aborted) == (not headers), "it goes on without its reader only if it was asked to"
         resumed = events_of((await read_stream(port.url, f"/v1/streams/resp_{id}")).decode())
         whole = events_of((await read_stream(port.url, PATH, body)).decode())
     assert masked(resumed) == masked(whole)
