@@ -47,7 +47,7 @@ router = APIRouter()
 PATH = "/v1/responses"
 MAX_CONNECTION_SECONDS = 3600.0
 """OpenAI's limit."""
-MAX_REFUSED_EVENTS = 100
+MAX_MALFORMED_EVENTS = 100
 """Per connection."""
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
 """They name one request, and a connection has many."""
@@ -122,7 +122,7 @@ class ResponsesSocket:
         self._ending: ErrorInfo | None = None
         """Why no more events are answered."""
         self._last_event = ""
-        self._num_refused = 0
+        self._num_malformed = 0
 
     async def serve(self) -> None:
         await self._websocket.accept()
@@ -171,7 +171,7 @@ class ResponsesSocket:
 
     async def _read_events(self) -> CloseCode:
         """Returns the close code."""
-        while self._num_refused < MAX_REFUSED_EVENTS:
+        while self._num_malformed < MAX_MALFORMED_EVENTS:
             await asyncio.sleep(0)  # queued messages and unread answers do not wait
             first = await self._websocket.receive()
             if first["type"] == "websocket.disconnect":
@@ -191,12 +191,13 @@ class ResponsesSocket:
         except ClientDisconnect:
             return CloseCode.NORMAL
         except EventRefused as refused:
-            await self._refuse(refused.info, refused.stream_id)
+            self._num_malformed += refused.info.status == 400
+            await self._send_text(encode_error_event(refused.info, refused.stream_id))
         except Overloaded as error:
-            await self._refuse(error_info(error))
+            await self._send_text(encode_error_event(error_info(error), None))
             await message.skip_rest()
         except HTTPException as error:
-            await self._refuse(http_error_info(error))
+            await self._send_text(encode_error_event(http_error_info(error), None))
             return CloseCode.TOO_BIG if error.status_code == 413 else CloseCode.POLICY_VIOLATION
         return None
 
@@ -212,10 +213,6 @@ class ResponsesSocket:
             raise EventRefused(self._ending, event.stream_id)
         else:
             self._lanes.add_event(event)
-
-    async def _refuse(self, info: ErrorInfo, stream_id: str | None = None) -> None:
-        self._num_refused += 1
-        await self._send_text(encode_error_event(info, stream_id))
 
     # Answers
 
