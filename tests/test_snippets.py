@@ -89,6 +89,7 @@ NOT_RUN = {
     "curl localhost:8000/v1/models/": "it wants models; tests/e2e/test_models.py adds one",
 }
 NOT_RUN_PYTHON = {
+    "docs/guides/chat-and-agents.md": "its package is a client's; tests/clients/test_responses.py makes these calls",
     "docs/guides/images.md": "it wants a model that reads images; tests/e2e/test_images.py serves one",
     "docs/deploy/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
     "docs/guides/lora.md": "it wants an adapter; tests/engine/lora has some",

@@ -117,6 +117,9 @@ class ServerConfig(EngineConfig):
     write_timeout: float = Field(
         60.0, gt=0, description="Seconds that a client may leave its answer unread before it is disconnected"
     )
+    max_websockets: int = Field(
+        1000, ge=0, description="Maximum number of open WebSockets, of each API process; 0: only plain HTTP"
+    )
     sse_ping: float = Field(
         15.0,
         ge=0,

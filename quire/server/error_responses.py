@@ -176,6 +176,8 @@ class UnexpectedErrorMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
         has_started = False
 
         async def send_and_note(message: Message) -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIResponsesModel,
+    OpenAIResponsesWSModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -77,13 +85,39 @@ def test_responses_sdk_tool_loop_hits_prefix_cache(tmp_path: Path) -> None:
         assert usage.input_tokens_details.cached_tokens >= 0.9 * usage.input_tokens
 
 
+def test_responses_sdk_websocket_continues_with_new_items_only(tmp_path: Path) -> None:
+    with scripted(tmp_path, *TURNS) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        about: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": False, "stream_id": "main"}
+
+        def wait_for_response(connection: Any) -> Any:
+            for event in connection:
+                assert event.stream_id == "main"
+                if event.type == "response.completed":
+                    return event.response
+                assert event.type not in ("response.failed", "error"), event
+            raise AssertionError("the connection was closed")
+
+        with client.responses.connect() as connection:
+            connection.response.create(**about, input="What is the weather in Rome?")
+            first = wait_for_response(connection)
+            result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "Rain"}
+            connection.response.create(**about, input=[result], previous_response_id=first.id)
+            second = wait_for_response(connection)
+            assert second.output_text == "It rains."
+            assert second.usage.input_tokens_details.cached_tokens >= 0.9 * second.usage.input_tokens - 10
+            connection.response.create(model=MODEL, input="Hi", previous_response_id="resp_0")
+            error = connection.recv()
+            assert (error.type, error.error.code) == ("error", "previous_response_not_found")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openai_agents_run_tool_loop(tmp_path: Path, streamed: bool) -> None:
+@pytest.mark.parametrize("model_class", [OpenAIResponsesModel, OpenAIResponsesWSModel])
+def test_openai_agents_run_tool_loop(tmp_path: Path, streamed: bool, model_class: type[OpenAIResponsesModel]) -> None:
     set_tracing_disabled(True)
 
     async def run(url: str) -> Any:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            model = OpenAIResponsesModel(model=MODEL, openai_client=client)
+            model = model_class(model=MODEL, openai_client=client)
             agent = Agent(
                 name="Forecaster",
                 instructions="Say what the weather is.",

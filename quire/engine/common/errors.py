@@ -3,6 +3,7 @@
 QuireError
 ├── InvalidRequest            the caller's mistake
 │   ├── ContextLengthExceeded
+│   ├── PreviousResponseNotFound
 │   └── AdapterError          an adapter is unreadable, or does not fit the model
 ├── ModelNotFound
 ├── RequestNotFound           no open request has that id
@@ -43,6 +44,15 @@ class InvalidRequest(QuireError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """OpenAI's clients then send the whole conversation."""
+
+    code = "previous_response_not_found"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="previous_response_id")
 
 
 class AdapterError(InvalidRequest):

@@ -61,7 +61,7 @@ class AllowedHostsMiddleware:
         self._has_warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = self._hosts.find_refused_host(scope) if scope["type"] == "http" else None
+        host = self._hosts.find_refused_host(scope) if scope["type"] != "lifespan" else None
         if host is None:
             return await self._app(scope, receive, send)
         host = host[:_MAX_SHOWN_CHARACTERS]

@@ -26,9 +26,7 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        if scope["type"] != "http":
-            return await send({"type": "websocket.close", "code": 1008})
-        if "tenant" in scope:  # the server's own request, see server/batches
+        if "tenant" in scope:  # the server's own request, see server/batches and server/routes/websocket
             return await self._app(scope, receive, send)
         if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_program(scope):
             message = "Without API keys only programs on this machine may use this route: see --admin-api-key"

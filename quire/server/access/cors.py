@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.config import ServerConfig
+from quire.server.error_responses import ErrorInfo, error_response
 
 REFUSALS_BEFORE_WARNING = 3
 """A single refused preflight may be a probe."""
@@ -15,6 +17,7 @@ log = logging.getLogger("quire.server")
 
 
 def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    app = WebSocketOriginMiddleware(app, config.allowed_origins)
     if not config.allowed_origins:
         return PreflightRefusalLogMiddleware(app)
     allowing = CORSMiddleware(
@@ -26,6 +29,30 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         expose_headers=["*"],
     )
     return PreflightRefusalLogMiddleware(allowing)
+
+
+class WebSocketOriginMiddleware:
+    """Browsers let pages of any origin open WebSockets, without CORS. This answers 403 to pages of other origins."""
+
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._allowed_origins = allowed_origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket" or self._is_allowed(Headers(scope=scope)):
+            return await self._app(scope, receive, send)
+        message = "Web pages of this origin may not open WebSockets here: see --allowed-origins"
+        failure = ErrorInfo(403, message, "permission_error", None, "origin_not_allowed")
+        await error_response(scope["path"], failure)(scope, receive, send)
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        """Programs send no origin. A proxy may have changed the scheme."""
+        if "*" in self._allowed_origins:
+            return True
+        own_end = f"://{headers.get('host', '').lower()}"
+        return all(
+            each in self._allowed_origins or each.lower().endswith(own_end) for each in headers.getlist("origin")
+        )
 
 
 class PreflightRefusalLogMiddleware:

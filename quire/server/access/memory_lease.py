@@ -46,6 +46,12 @@ class MemoryLease:
         self._counted = leased_bytes
         self._budget.adjust_held_amount(self._owner, added_bytes)
 
+    def shrink_lease(self, size: int) -> None:
+        self._size -= size
+        leased_bytes = self._size if self._size > self._free else 0
+        self._budget.adjust_held_amount(self._owner, leased_bytes - self._counted)
+        self._counted = leased_bytes
+
     def move_to_new_lease(self) -> MemoryLease:
         """The new lease has no connection, so all its bytes count."""
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)

@@ -192,6 +192,9 @@ class JournaledRequest(DurableRequest):
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"
         fields = resolved.responses_fields
+        if fields is not None and fields.continues_unstored:  # nothing could compute the answer again
+            self._body = None
+            return fresh
         if fields is not None and fields.conversation_id is not None:  # the conversation changes before a retry
             if self.has_idempotency_key:
                 message = "Idempotency-Key: cannot be combined with a conversation, which each answer changes"

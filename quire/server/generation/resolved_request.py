@@ -43,9 +43,13 @@ class ResponsesApiFields:
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """This request's items to store."""
+    """This request's items to store or keep."""
+    kept: bool = False
+    """By the WebSocket, for the next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
+    continues_unstored: bool = False
+    """Only a WebSocket has the previous response."""
 
 
 @dataclass(frozen=True, slots=True)

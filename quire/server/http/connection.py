@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +33,8 @@ MAX_PIPELINED_REQUESTS = 100
 """Reading pauses while requests wait, but a single read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
 """Must arrive per read timeout."""
+WEBSOCKET_PATH = b"/v1/responses"
+"""Below --root-path. Elsewhere a WebSocket's handshake is an ordinary GET."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
 _TRAILERS_TOO_LARGE = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
 _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
@@ -46,10 +49,19 @@ class ConnectionTimeouts:
     client: EngineClient
     """Counts clients beyond the write timeout in `slow_readers`."""
 
+    def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
+        """Unless the timer is cancelled, the client is disconnected."""
+        return loop.call_later(self.write_timeout, self._cut_slow_reader, transport)
+
+    def _cut_slow_reader(self, transport: BatchingTransport) -> None:
+        log.warning("a client did not read its answer for %g s and was disconnected", self.write_timeout)
+        self.client.slow_readers += 1
+        transport.abort()
+
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the header Upgrade, which Java's client and `curl --http2` always send: parses the head again without it.
-    The base class would take the body for another protocol.
+    """Ignores the header Upgrade except for a WebSocket, because Java's client and `curl --http2` always send it:
+    parses the head again without it. The base class would take the body for another protocol.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -63,7 +75,7 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
             try:
                 return httptools.HttpRequestParser.feed_data(parser, data)
             except httptools.HttpParserUpgrade as upgrade:
-                if parser.get_method() == b"CONNECT":
+                if parser.get_method() == b"CONNECT" or self._connection.is_websocket_handshake:
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
                 # this parser would ignore data after a head with `Connection: close`
@@ -148,6 +160,8 @@ class HttpConnection(HttpToolsProtocol):
         self._framing_bytes += len(data)
         self._bytes_without_body += len(data)
         super().data_received(data)
+        if self.parser is None:  # a WebSocket has taken over
+            return
         self._flush_body_chunks()
         self._framing_bytes = max(self._framing_bytes, 0)
         if self.transport.is_closing() or self._is_refused:
@@ -221,10 +235,35 @@ class HttpConnection(HttpToolsProtocol):
     def _will_reparse_head(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
+    @property
+    def is_websocket_handshake(self) -> bool:
+        """False while an earlier request is answered."""
+        is_possible = self._should_upgrade() and not (self.pipeline or self._is_answering)
+        path = self.url.partition(b"?")[0]
+        return (
+            is_possible
+            and self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and path.startswith(b"/")
+            and path.endswith(WEBSOCKET_PATH)
+        )
+
+    def handle_websocket_upgrade(self) -> None:
+        self._stop_read_timer()
+        self._stop_write_timer()
+        self._unset_keepalive_if_required()
+        self.connections.discard(self)
+        make_connection = cast(Callable[..., Any], self.ws_protocol_class)  # a WebSocketConnection
+        connection = make_connection(config=self.config, server_state=self.server_state, app_state=self.app_state)
+        connection.take_over(self.transport.hand_over(connection), self._encode_head(self.headers))
+        self.parser = None  # type: ignore[assignment]
+
     def head_without_upgrade(self) -> bytes:
+        return self._encode_head([header for header in self.headers if header[0] != b"upgrade"])
+
+    def _encode_head(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
-        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
+        return b"\r\n".join([*lines, *(b"%s: %s" % header for header in headers), b"", b""])
 
     def _expect_head(self) -> None:
         self._in_head = True
@@ -311,7 +350,7 @@ class HttpConnection(HttpToolsProtocol):
         """Tokens then gather in the OutputStream."""
         super().pause_writing()
         self.transport.writable = False
-        self._write_timer = self.loop.call_later(self._limits.write_timeout, self._on_write_timeout)
+        self._write_timer = self._limits.start_write_timer(self.loop, self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -322,11 +361,6 @@ class HttpConnection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-
-    def _on_write_timeout(self) -> None:
-        log.warning("a client did not read its answer for %g s and was disconnected", self._limits.write_timeout)
-        self._limits.client.slow_readers += 1
-        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_read_timer()

@@ -17,6 +17,7 @@ from quire.server.access.admission import SHUTTING_DOWN_MESSAGE
 from quire.server.access.allowed_hosts import AllowedHosts
 from quire.server.config import ServerConfig
 from quire.server.http.connection import ConnectionTimeouts, HttpConnection
+from quire.server.http.websocket import WebSocketConnection
 from quire.server.http.write_batching import WriteBatcher
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.server_context import ModelDispatcher
@@ -33,13 +34,16 @@ class HttpServer(uvicorn.Server):
         """Call inside the app's lifespan. Raises ConfigError for unusable certificates."""
         self._models: ModelDispatcher = app.state.server.models
         bounds = ConnectionTimeouts(config.read_timeout, config.write_timeout, self._models.loaded_runtimes[0].client)
+        batcher = WriteBatcher()
         tls = tls_context(config)
         self._hosts: AllowedHosts = app.state.hosts
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(HttpConnection, bounds, WriteBatcher()),  # type: ignore[arg-type]
-                ws="none",
+                http=partial(HttpConnection, bounds, batcher),  # type: ignore[arg-type]
+                ws=partial(WebSocketConnection, bounds, batcher),  # type: ignore[arg-type]
+                ws_ping_timeout=None,  # simple clients answer pings only while they wait for a response
+                ws_per_message_deflate=False,  # a small message may expand to gigabytes
                 lifespan="off",
                 ssl_context_factory=None if tls is None else lambda *_: tls,
                 log_config=None,

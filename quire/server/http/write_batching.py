@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from quire.engine.common import clock
 
@@ -113,6 +114,22 @@ class BatchingTransport(asyncio.Transport):
             self._transport.write_eof()
         self._transport.resume_reading()
         self._loop.call_later(LINGER_SECONDS, self._transport.close)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
+        """Nothing more is written here: `protocol` gets the connection."""
+        self.flush_buffer()
+        self.release_references()
+        self._transport.set_protocol(protocol)
+        return self._transport
 
     def abort(self) -> None:
         self._buffer = b""

@@ -44,7 +44,9 @@ _FINE_BUCKETS = (
     60.0,
 )
 _IN_FLIGHT_METRIC = "http_requests_inprogress"
+_WEBSOCKETS_METRIC = "quire:websocket_connections"
 _START_TIME_METRIC = "process_start_time_seconds"
+_OWN_GAUGES = (_IN_FLIGHT_METRIC, _WEBSOCKETS_METRIC, _START_TIME_METRIC)
 _IN_PROCESS_SERVER = ("batch", None)
 """Scope's `server` in the server's own requests."""
 
@@ -75,6 +77,7 @@ class HttpMetrics(Collector):
             registry=registry,
         )
         self._open_requests = Gauge(_IN_FLIGHT_METRIC, "HTTP requests in progress.", registry=registry)
+        self.open_websockets = Gauge(_WEBSOCKETS_METRIC, "Open WebSockets.", registry=registry)
         ProcessCollector(registry=registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -119,7 +122,7 @@ def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
         "process_open_fds",
         "process_max_fds",
     )
-    return [each for each in inherited if each.metric not in (*process_gauges, _IN_FLIGHT_METRIC, _START_TIME_METRIC)]
+    return [each for each in inherited if each.metric not in (*process_gauges, *_OWN_GAUGES)]
 
 
 class MergedHttpMetrics(Collector):

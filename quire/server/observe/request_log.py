@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Protocol, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -114,25 +115,29 @@ class RequestLogMiddleware:
         self._counter = counter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         safe_id = safe_request_id(headers.get(REQUEST_ID_HEADER))
         traceparent = headers.get("traceparent", "")
         record = RequestRecord(
             safe_id,
-            scope["method"],
+            scope.get("method", "GET"),  # a WebSocket's handshake is a GET
             scope["path"][:MAX_PATH_LENGTH],
             traceparent if 0 < len(traceparent) <= MAX_PATH_LENGTH else None,
         )
         scope["request_record"] = record
-        is_counted = self._counter is not None and self._counter.count_request_start_if_tracked(scope)
+        is_counted = (
+            scope["type"] == "http"
+            and self._counter is not None
+            and self._counter.count_request_start_if_tracked(scope)
+        )
         sent_bytes = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal sent_bytes
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
+            if (status := _status_of(message)) is not None:
+                record.status = status
                 response_headers = MutableHeaders(scope=message)
                 response_headers[REQUEST_ID_HEADER] = safe_id
                 sent_bytes = _content_length_or_zero(response_headers) if is_counted else 0
@@ -148,6 +153,16 @@ class RequestLogMiddleware:
                 self._counter.count_request_end(record, scope, _content_length_or_zero(headers), sent_bytes)
             for listener in self._end_listeners:
                 listener(record)
+
+
+def _status_of(message: Message) -> int | None:
+    """None if the message does not begin the answer."""
+    match message["type"]:
+        case "http.response.start" | "websocket.http.response.start":
+            return int(message["status"])
+        case "websocket.accept":
+            return int(HTTPStatus.SWITCHING_PROTOCOLS)
+    return None
 
 
 def _content_length_or_zero(headers: Headers) -> int:

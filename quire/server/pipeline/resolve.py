@@ -42,15 +42,19 @@ BYTES_PER_TOKEN_ID = 32
 
 
 async def resolve_body(
-    request: Request, resolve: Resolver[Resolution], keep_body: Callable[[Sequence[bytes]], None] | None = None
+    request: Request,
+    resolve: Resolver[Resolution],
+    keep_body: Callable[[Sequence[bytes]], None] | None = None,
+    *,
+    extra_bytes: int = 0,
 ) -> Resolution:
-    """`keep_body` receives the body in pieces. The result's memory counts until the request is answered
-    (server/access/memory_lease.py). Raises the errors of `resolve`, read_body, WorkerPool.run_job and
-    MemoryLease.grow_lease.
+    """`keep_body` receives the body in pieces. `extra_bytes`: size of the resolver's own arguments. The result's memory
+    counts until the request is answered (server/access/memory_lease.py). Raises the errors of `resolve`, read_body,
+    WorkerPool.run_job and MemoryLease.grow_lease.
     """
     async with read_body(request) as body:
         chunks = () if keep_body is None else tuple(body.chunks)
-        resolution = await _resolve_here_or_in_worker(request, body, resolve)
+        resolution = await _resolve_here_or_in_worker(request, body, resolve, extra_bytes)
         if keep_body is not None:
             keep_body(chunks)
         return resolution
@@ -70,12 +74,15 @@ async def check_grammars(request: Request, resolved: ResolvedGeneration) -> Gene
     return resolved.request.with_checked_grammar(await cancel_on_disconnect(request.receive, checking))
 
 
-async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve: Resolver[Resolution]) -> Resolution:
+async def _resolve_here_or_in_worker(
+    request: Request, body: BodyBuffer, resolve: Resolver[Resolution], extra_bytes: int
+) -> Resolution:
     runtime, is_slow = get_runtime(request), False
+    size = body.received_bytes + extra_bytes
     try:
-        if body.received_bytes <= QUICK_BYTES:
+        if size <= QUICK_BYTES:
             return resolve(b"".join(body.chunks), get_model(request), runtime.config)
-        if body.received_bytes <= SMALL_BYTES:
+        if size <= SMALL_BYTES:
             async with runtime.loop_work_pacer:
                 return resolve(b"".join(body.chunks), get_model(request), runtime.config)
     except NeedsWorker:
@@ -83,7 +90,11 @@ async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve
     tenant = tenant_of(request.scope)
     try:
         working = runtime.workers.run_job(
-            partial(resolve_and_measure, resolve=resolve), body.chunks, tenant, is_slow=is_slow
+            partial(resolve_and_measure, resolve=resolve),
+            body.chunks,
+            tenant,
+            is_slow=is_slow,
+            extra_bytes=extra_bytes,
         )
         resolution, size = await cancel_on_disconnect(request.receive, working)
     except UnfetchedImagesError as needed:
@@ -91,7 +102,9 @@ async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve
         images = await cancel_on_disconnect(request.receive, fetching)
         job = partial(resolve_and_measure, resolve=partial(resolve_with_images, resolve=resolve, images=images))
         image_bytes = sum(map(len, images.values()))
-        working = runtime.workers.run_job(job, body.chunks, tenant, is_slow=is_slow, extra_bytes=image_bytes)
+        working = runtime.workers.run_job(
+            job, body.chunks, tenant, is_slow=is_slow, extra_bytes=extra_bytes + image_bytes
+        )
         resolution, size = await cancel_on_disconnect(request.receive, working)
     try:
         grow_request_lease(request.scope, size)

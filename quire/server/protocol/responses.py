@@ -166,6 +166,8 @@ class ResponsesRequest(TranslatableBody):
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
+    generate: bool = True
+    """False: only prepare a response to continue. Its prompt comes into the prefix cache."""
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None

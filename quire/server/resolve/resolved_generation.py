@@ -49,9 +49,9 @@ class ResolvedGeneration:
     """Makes the last grammar; None if it cannot be weakened."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
 
-    def with_responses_fields(self, fields: ResponsesApiFields) -> ResolvedGeneration:
+    def with_responses_fields(self, fields: ResponsesApiFields, *, prompt_only: bool) -> ResolvedGeneration:
         assert self.request.responses_fields is None, "resolved once"
-        return replace(self, request=replace(self.request, responses_fields=fields))
+        return replace(self, request=replace(self.request, responses_fields=fields, prompt_only=prompt_only))
 
     def with_fingerprint(self, fingerprint: PromptFingerprint | None, compared_id: str | None) -> ResolvedGeneration:
         return replace(self, request=replace(self.request, fingerprint=fingerprint, compared_id=compared_id or ""))

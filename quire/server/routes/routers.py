@@ -10,12 +10,14 @@ from quire.server.routes import endpoints, engine_admin, models, requests, respo
 from quire.server.routes.api_description import describe_bodies
 from quire.server.routes.data_dir import batches, conversations, files, streams
 from quire.server.routes.ollama import model_info, pull
+from quire.server.routes.websocket import responses_socket
 
 ROUTERS = (
     endpoints.router,
     responses.generation_router,
     responses.counting_router,
     responses.router,
+    responses_socket.router,
     conversations.router,
     model_info.router,
     pull.router,

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.access.body_reader import BodyReader
 from quire.server.access.gateway_headers import TrustedGateways
+from quire.server.access.websocket_limits import WebSocketLimits
 from quire.server.batches.runner import BatchRunner
 from quire.server.cache_diagnostics import RecentPrompts
 from quire.server.config import ServerConfig
@@ -46,6 +47,7 @@ class ServerContext:
     """Metrics without a model."""
     http_metrics: HttpMetrics
     body_reader: BodyReader
+    websockets: WebSocketLimits
     recent_prompts: RecentPrompts = field(default_factory=RecentPrompts)
     pull_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

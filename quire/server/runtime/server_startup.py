@@ -13,6 +13,7 @@ from quire.engine.client.engine_client import EngineClient
 from quire.server.access.body_reader import BodyReader
 from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.tenants import Tenants
+from quire.server.access.websocket_limits import WebSocketLimits
 from quire.server.config import ServerConfig
 from quire.server.durability.background import Background
 from quire.server.durability.persistence import Persistence, open_persistence, resume_unfinished_work_forever
@@ -70,6 +71,7 @@ class ServerStartup:
                 metrics_registry=registry,
                 http_metrics=http_metrics,
                 body_reader=BodyReader(int(self.config.max_body_size * 2**20), BODY_BUDGET_BYTES),
+                websockets=WebSocketLimits.from_max_connections(self.config.max_websockets),
             )
             for each in models.loaded_runtimes:
                 each.cross_process_observer.http_metrics = http_metrics

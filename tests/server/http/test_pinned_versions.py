@@ -11,20 +11,24 @@ import pytest
 import uvicorn
 from sse_starlette import EventSourceResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from quire.server.http.connection import HttpConnection
 from quire.server.http.server import HttpServer
 from quire.server.http.sse import EventStream
+from quire.server.http.websocket import WebSocketConnection
 from tests.tree import ROOT
 
 BASES: dict[type, tuple[type, str]] = {
     HttpConnection: (HttpToolsProtocol, "uvicorn"),
+    WebSocketConnection: (WSProtocol, "uvicorn"),
     HttpServer: (uvicorn.Server, "uvicorn"),
     EventStream: (EventSourceResponse, "sse-starlette"),
 }
 """Our classes, with the class and the package that each extends."""
 READ_VERSIONS = {
-    (HttpConnection, "0.54.0"): "9b7d6dbd385884ce",
+    (HttpConnection, "0.54.0"): "fa8af68c0ec27305",
+    (WebSocketConnection, "0.54.0"): "31c2cab11aad10bf",
     (HttpServer, "0.54.0"): "e64e39f2b876b719",
     (EventStream, "3.7.0"): "218f8d8c9bca7a94",
 }

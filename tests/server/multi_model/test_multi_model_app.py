@@ -113,6 +113,31 @@ async def test_request_is_routed_to_named_model() -> None:
         assert server.body_reader.reserved_bytes == 0
 
 
+async def test_each_event_of_a_websocket_is_routed_to_its_model() -> None:
+    """On an ASGI server that knows nothing of Quire."""
+    async with open_multi_model_app("abc", "def") as (_, http):
+        sent: asyncio.Queue[Any] = asyncio.Queue()
+        received: asyncio.Queue[Any] = asyncio.Queue()
+        path = "/v1/responses"
+        scope = {"type": "websocket", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "ws", "path": path}
+        scope |= {"raw_path": path.encode(), "query_string": b"model=def", "root_path": "", "subprotocols": []}
+        scope |= {"headers": [(b"host", b"quire")], "client": ("127.0.0.1", 1), "server": ("quire", 80)}
+        app: Any = http._transport
+        serving = asyncio.create_task(app.app(scope, sent.get, received.put))
+        sent.put_nowait({"type": "websocket.connect"})
+        assert (await received.get())["type"] == "websocket.accept"
+        for more, expected in (({"model": "abc"}, "abc"), ({}, "def"), ({"model": "none"}, "model_not_found")):
+            event = {"type": "response.create", "input": "x", "max_output_tokens": 3, **more}
+            sent.put_nowait({"type": "websocket.receive", "text": json.dumps(event)})
+            while "response.incomplete" not in (text := (await received.get())["text"]) and '"error"' not in text[:20]:
+                pass
+            answer = json.loads(text)
+            got = answer["error"]["code"] if answer["type"] == "error" else answer["response"]["model"]
+            assert got == expected
+        sent.put_nowait({"type": "websocket.disconnect", "code": 1000})
+        await serving
+
+
 async def test_request_body_counts_against_budget_while_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_startup, "BODY_BUDGET_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
     async with open_multi_model_app("a", NEVER) as (server, http):

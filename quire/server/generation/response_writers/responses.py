@@ -53,8 +53,9 @@ class ResponsesWriter(OutputPartWriter):
 
     def last_events(self, usage: Usage) -> bytes:
         self._first_final_number = self.next_sequence_number
-        events = b"" if self._parts.parts else self._start_part(OutputPart("text"))
-        self.status = response_status(None if self._final_delta is None else self._final_delta.finish_reason)
+        needs_no_part = self._parts.parts or self._request.prompt_only
+        events = b"" if needs_no_part else self._start_part(OutputPart("text"))
+        self.status = self._final_status(None if self._final_delta is None else self._final_delta.finish_reason)
         events += self.part_end_events(self.status)
         self.final_response = self._encode_response(self.status, usage)
         kind = "response.completed" if self.status == "completed" else "response.incomplete"
@@ -71,12 +72,17 @@ class ResponsesWriter(OutputPartWriter):
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         (answer,) = answers
-        parts, self.status = answer.parts.parts or [OutputPart("text")], response_status(answer.finish_reason)
+        parts = answer.parts.parts or ([] if self._request.prompt_only else [OutputPart("text")])
+        self.status = self._final_status(answer.finish_reason)
         for index, part in enumerate(parts):
             status = "completed" if part is not parts[-1] else last_item_status_from_response(self.status)
             self._add_done_item(self._items.output_item(part, index, status))
         self.final_response = self._encode_response(self.status, usage)
         return self.final_response
+
+    def _final_status(self, finish_reason: str | None) -> str:
+        status = response_status(finish_reason)
+        return "completed" if status == "incomplete" and self._request.prompt_only else status
 
     @property
     def has_ended_unfinished(self) -> bool:

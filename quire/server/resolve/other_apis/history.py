@@ -1,14 +1,15 @@
-"""Items of earlier responses or of a conversation."""
+"""Items of earlier responses or of a conversation: from the store, or from the memory of a WebSocket."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.engine.common import random_source
-from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest, PreviousResponseNotFound
 from quire.server.encoding import encode_json
 from quire.server.protocol.field_limits import MAX_MESSAGES
 from quire.server.protocol.response_items import (
@@ -29,6 +30,7 @@ from quire.server.store.response_store import (
 )
 from quire.server.store.response_store import StoredItem as StoredItem
 
+NO_STORE_MESSAGE = "this server stores no responses; the operator may pass --data-dir"
 MAX_ITEMS = 10_000
 """Per conversation or stored input: some thousand agent turns with calls."""
 MAX_ADDED_ITEMS = 1_000
@@ -52,6 +54,37 @@ ITEM_ID_PREFIXES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response that its WebSocket keeps in memory."""
+
+    id: str
+    items: tuple[bytes, ...]
+    """JSON. Its own and all earlier ones, oldest first."""
+    is_stored: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.items))
+
+    def parse_items(self) -> list[Any]:
+        """Raises InvalidRequest beyond the limits of `response_history`."""
+        check_history_size(self.num_bytes, len(self.items))
+        return [json.loads(item) for item in self.items]
+
+
+@dataclass(frozen=True, slots=True)
+class WebSocketHistory:
+    """What a WebSocket's next request may continue without the store."""
+
+    previous: KeptResponse | None
+    """The one that the request names, if it is kept."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.previous is None else self.previous.num_bytes
+
+
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
     """Includes all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
@@ -61,16 +94,14 @@ def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
         while next_id is not None:
             known = stored.read_summary(owner, "response", next_id)
             if known is None:
-                raise _history_error(f"the response `{next_id}` is not stored here, or it has expired")
+                raise previous_response_not_found(next_id)
             if known.about["status"] not in ENDED_STATUSES:
                 raise _history_error(f"the response `{next_id}` is {known.about['status']}")
             size += known.size
-            if size > MAX_HISTORY_BYTES:
-                raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes precede it")
+            check_history_size(size, count)
             item_groups.append([*stored.read_items(owner, next_id), *_response_output(stored, owner, next_id)])
             count += len(item_groups[-1])
-            if count > MAX_MESSAGES:
-                raise _history_error(f"more than {MAX_MESSAGES} items precede it")
+            check_history_size(size, count)
             next_id = known.about["previous"]
     return [item for items in reversed(item_groups) for item in items]
 
@@ -78,6 +109,20 @@ def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
 def _response_output(stored: StoreReader, owner: str, response_id: str) -> list[Any]:
     response = stored.read_object_without_items(owner, "response", response_id)
     return [] if response is None else list(json.loads(response.data)["output"])
+
+
+def check_history_size(num_bytes: int, num_items: int) -> None:
+    """Raises InvalidRequest."""
+    if num_bytes > MAX_HISTORY_BYTES:
+        raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes precede it")
+    if num_items > MAX_MESSAGES:
+        raise _history_error(f"more than {MAX_MESSAGES} items precede it")
+
+
+def previous_response_not_found(response_id: str) -> PreviousResponseNotFound:
+    return PreviousResponseNotFound(
+        f"previous_response_id: the response `{response_id}` is not stored here, or it has expired"
+    )
 
 
 def _history_error(why: str) -> InvalidRequest:
@@ -93,9 +138,15 @@ def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[A
         return stored.read_items(owner, conversation_id)
 
 
-def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]) -> dict[str, Any]:
+def load_referenced_items(
+    folder: Path | None, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]
+) -> dict[str, Any]:
     """Searches `nearby_items`, and the responses that made the items."""
     known = {item["id"]: item for item in nearby_items}
+    if folder is None:
+        if missing := [id for id in ids if id not in known]:
+            raise InvalidRequest(f"input: the item `{missing[0]}` is not known here: {NO_STORE_MESSAGE}", param="input")
+        return known
     size = 0
     with open_store_reader(folder) as stored:
         for id in ids:
@@ -111,8 +162,15 @@ def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_i
     return known
 
 
-def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: bool = False) -> list[StoredItem]:
-    """Each item gets an id. `in_conversation`: the items are added to one."""
+def to_stored_items(
+    items: Sequence[InputItem],
+    param: str,
+    *,
+    in_conversation: bool = False,
+    max_bytes: int | None = None,
+) -> list[StoredItem]:
+    """Each item gets an id. `in_conversation`: the items are added to one. `max_bytes`: default MAX_INPUT_BYTES."""
+    max_bytes = MAX_INPUT_BYTES if max_bytes is None else max_bytes
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
         raise InvalidRequest(message, param=param)
@@ -127,9 +185,17 @@ def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: 
             check_json_no_surrogates(fields, param)
             raise
         size += len(stored_items[-1].data)
-        if size > MAX_INPUT_BYTES:
-            raise InvalidRequest(f"{param}: at most {MAX_INPUT_BYTES} bytes are stored: pass store false", param=param)
+        if size > max_bytes:
+            raise InvalidRequest(f"{param}: at most {max_bytes} bytes are stored: pass store false", param=param)
     return stored_items
+
+
+def to_kept_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
+    """For a WebSocket. None if no request could continue them."""
+    try:
+        return to_stored_items(items, "input", max_bytes=MAX_HISTORY_BYTES)
+    except InvalidRequest:
+        return None
 
 
 def _stored_part(part: MessagePart, kind: str, **more: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -34,9 +35,13 @@ from quire.server.resolve.other_apis.chat_conversion import (
 )
 from quire.server.resolve.other_apis.fingerprints import fingerprint_response_prompt
 from quire.server.resolve.other_apis.history import (
+    NO_STORE_MESSAGE,
+    WebSocketHistory,
     conversation_items,
     load_referenced_items,
+    previous_response_not_found,
     response_history,
+    to_kept_items,
     to_stored_items,
 )
 from quire.server.resolve.other_apis.input_items import turns_from_items
@@ -44,10 +49,10 @@ from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
+from quire.server.store.response_store import StoredItem
 
 ITEM_ADAPTER: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 ITEMS_ADAPTER: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-NO_STORE_MESSAGE = "this server stores no responses; the operator may pass --data-dir"
 RESPONSES_FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -73,15 +78,23 @@ FIELDS_NOT_OF_PROMPT = {
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_options",
+    "generate",
 }
 
 
-def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> ResolvedGeneration:
-    """`owner`: only its stored responses may be named."""
+def resolve_response(
+    body_bytes: bytes,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    owner: str,
+    history: WebSocketHistory | None = None,
+) -> ResolvedGeneration:
+    """`owner`: only its stored responses may be named. `history`: None for a POST."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
-    check_store_fields(body, config)
-    earlier, items = load_items(body, model, config, owner)
+    check_store_fields(body, config, history)
+    earlier, items = load_items(body, model, config, owner, history)
     ignored = params_without_effect(body, model)
     if body.store and config.data_dir is None:
         ignored.append("store")
@@ -95,9 +108,11 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
     conversation = body.conversation_id
-    stored_input = (
-        to_stored_items(items, "input", in_conversation=conversation is not None) if stored or conversation else ()
-    )
+    stored_input: Sequence[StoredItem] | None = ()
+    if stored or conversation:
+        stored_input = to_stored_items(items, "input", in_conversation=conversation is not None)
+    elif history is not None:
+        stored_input = to_kept_items(items)
     fields = ResponsesApiFields(
         echoed_fields=encode_echoed_fields({**echoed_fields(body, resolved.request.params), "store": stored}),
         namespaces={
@@ -108,14 +123,16 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         encrypts_reasoning=INCLUDE_ENCRYPTED_REASONING in body.include,
         store=stored,
         background=body.background,
-        input_items=stored_input,
+        input_items=stored_input or (),
+        kept=history is not None and stored_input is not None,
         previous_id=body.previous_response_id,
         conversation_id=conversation,
+        continues_unstored=history is not None and history.previous is not None and not history.previous.is_stored,
     )
     (prompt,) = resolved.request.prompts
     fingerprint = fingerprint_response_prompt(body, chat, prompt, [*earlier, *items])
     compared_id = body.prompt_cache_options.comparison_response_id
-    return resolved.with_responses_fields(fields).with_fingerprint(fingerprint, compared_id)
+    return resolved.with_responses_fields(fields, prompt_only=not body.generate).with_fingerprint(fingerprint, compared_id)
 
 
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
@@ -145,11 +162,18 @@ def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
     return encode_json(fields)
 
 
-def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
+def check_store_fields(body: ResponsesRequest, config: ServerConfig, history: WebSocketHistory | None = None) -> None:
     """Raises InvalidRequest if the store is needed but missing or forbidden."""
-    for name in ("previous_response_id", "conversation", "background"):
-        if getattr(body, name) and config.data_dir is None:
-            raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
+    kept = None if history is None else history.previous
+    if config.data_dir is None:
+        if body.previous_response_id and history is not None and kept is None:
+            raise previous_response_not_found(body.previous_response_id)
+        for name in ("previous_response_id", "conversation", "background"):
+            if getattr(body, name) and not (kept is not None and name == "previous_response_id"):
+                raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
+    elif kept is not None and not kept.is_stored and body.store is not False:
+        message = f"store: the response `{kept.id}`, which this one continues, is not stored: pass store false"
+        raise InvalidRequest(message, param="store")
     check_no_surrogates(body.previous_response_id or "", "previous_response_id")
     check_no_surrogates(body.conversation_id or "", "conversation")
     compared_id = body.prompt_cache_options.comparison_response_id
@@ -161,11 +185,16 @@ def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
 
 
 def load_items(
-    body: ResponsesRequest, model: ServedModel, config: ServerConfig, owner: str
+    body: ResponsesRequest,
+    model: ServedModel,
+    config: ServerConfig,
+    owner: str,
+    history: WebSocketHistory | None = None,
 ) -> tuple[list[InputItem], list[InputItem]]:
     """Returns earlier and own items. Raises NeedsWorker, because there may be many."""
     folder = config.data_dir
     previous = body.previous_response_id
+    kept = None if history is None else history.previous
     conversation = body.conversation_id
     if isinstance(body.input, str):
         input_items: Sequence[InputItem | ItemReference] = (
@@ -174,20 +203,26 @@ def load_items(
     else:
         input_items = body.input
     ids = [item.id for item in input_items if isinstance(item, ItemReference)]
-    if folder is None or not (previous or conversation or ids):
+    if kept is None and (folder is None or not (previous or conversation or ids)):
         if ids:
             raise InvalidRequest(f"input: {NO_STORE_MESSAGE}", param="input")
         return [], [item for item in input_items if not isinstance(item, ItemReference)]
-    if not model.expendable:
+    reads_store = folder is not None and (kept is None or bool(ids))
+    if reads_store and not model.expendable:
         raise NeedsWorker
-    earlier_items = conversation_items(folder, owner, conversation) if conversation else []
-    if previous:
-        earlier_items = response_history(folder, owner, previous)
+    earlier_items = kept.parse_items() if kept is not None else _stored_earlier_items(folder, owner, body)
     known = load_referenced_items(folder, owner, ids, earlier_items) if ids else {}
     own_items = [
         ITEM_ADAPTER.validate_python(known[one.id]) if isinstance(one, ItemReference) else one for one in input_items
     ]
     return ITEMS_ADAPTER.validate_python(earlier_items), own_items
+
+
+def _stored_earlier_items(folder: Path | None, owner: str, body: ResponsesRequest) -> list[Any]:
+    assert folder is not None, "refused otherwise"
+    if body.previous_response_id:
+        return response_history(folder, owner, body.previous_response_id)
+    return conversation_items(folder, owner, body.conversation_id) if body.conversation_id else []
 
 
 def params_without_effect(body: ResponsesRequest, model: ServedModel) -> list[str]:
@@ -219,7 +254,7 @@ def chat_request_from_items(
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": turns,
-        "max_tokens": body.max_output_tokens,
+        "max_tokens": body.max_output_tokens if body.generate else 1,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "logprobs": bool(body.top_logprobs) or INCLUDE_LOGPROBS in body.include,

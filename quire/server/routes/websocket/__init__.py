@@ -1,0 +1,3 @@
+"""OpenAI's Responses API over a WebSocket. A response.create event becomes a POST of /v1/responses inside the server,
+and passes the same stations.
+"""

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from quire.engine.common.errors import Overloaded
+from quire.server.access.memory_lease import MemoryLease
+from quire.server.error_responses import INVALID_REQUEST_TYPE, ErrorInfo, error_info
+from quire.server.resolve.other_apis.history import KeptResponse
+from quire.server.routes.websocket.client_events import CreateEvent, EventRefused
+
+MAX_RUNNING_RESPONSES = 16
+"""OpenAI's limit, as the next one. Per connection."""
+MAX_NAMED_LANES = 32
+MAX_WAITING_EVENTS = 64
+"""Per connection."""
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """The events of one `stream_id`, answered one after the other."""
+
+    stream_id: str | None
+    """None: events without it."""
+    waiting: deque[CreateEvent] = field(default_factory=deque)
+    latest: KeptResponse | None = None
+    task: asyncio.Task[None] | None = None
+    """Answers the lane's events; None if there are none."""
+
+
+class Lanes:
+    def __init__(self, answer: Callable[[Lane, CreateEvent], Awaitable[None]], lease: MemoryLease) -> None:
+        """`answer` raises nothing. `lease`: for events that wait and for kept responses."""
+        self._answer = answer
+        self._lease = lease
+        self._lanes: dict[str | None, Lane] = {None: Lane(None)}
+        self._running_slots = asyncio.Semaphore(MAX_RUNNING_RESPONSES)
+        self._num_waiting = 0
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return [lane.task for lane in self._lanes.values() if lane.task is not None]
+
+    def add_event(self, event: CreateEvent) -> None:
+        """Raises EventRefused."""
+        lane = self._find_or_add_lane(event.stream_id)
+        if self._num_waiting >= MAX_WAITING_EVENTS:
+            message = f"More than {MAX_WAITING_EVENTS} events are waiting on this connection: wait for responses to end"
+            info = ErrorInfo(429, message, "rate_limit_error", None, "websocket_queue_full")
+            raise EventRefused(info, event.stream_id)
+        try:
+            self._lease.grow_lease(len(event.body))
+        except Overloaded as error:
+            raise EventRefused(error_info(error), event.stream_id) from None
+        self._num_waiting += 1
+        lane.waiting.append(event)
+        if lane.task is None:
+            lane.task = asyncio.create_task(self._run_lane(lane))
+
+    def find_kept(self, response_id: str | None) -> KeptResponse | None:
+        return next((each for each in self._kept_responses if each.id == response_id), None)
+
+    @property
+    def _kept_responses(self) -> Iterator[KeptResponse]:
+        return (lane.latest for lane in self._lanes.values() if lane.latest is not None)
+
+    def keep(self, lane: Lane, response: KeptResponse) -> None:
+        """Without room, the response cannot be continued unless it is stored."""
+        if lane.latest is not None:
+            self._lease.shrink_lease(lane.latest.num_bytes)
+            lane.latest = None
+        try:
+            self._lease.grow_lease(response.num_bytes)
+        except Overloaded:
+            return
+        lane.latest = response
+
+    def drop_waiting(self) -> None:
+        for lane in self._lanes.values():
+            while lane.waiting:
+                self._forget_event(lane.waiting.popleft())
+
+    def _find_or_add_lane(self, stream_id: str | None) -> Lane:
+        if stream_id not in self._lanes and len(self._lanes) > MAX_NAMED_LANES:
+            message = f"This connection has had {MAX_NAMED_LANES} different stream_id: use one of them again"
+            info = ErrorInfo(400, message, INVALID_REQUEST_TYPE, "stream_id", "websocket_stream_limit_reached")
+            raise EventRefused(info, stream_id)
+        return self._lanes.setdefault(stream_id, Lane(stream_id))
+
+    async def _run_lane(self, lane: Lane) -> None:
+        while lane.waiting:
+            async with self._running_slots:
+                if lane.waiting:  # else they were dropped meanwhile
+                    event = lane.waiting.popleft()
+                    await self._answer(lane, event)
+                    self._forget_event(event)
+        lane.task = None
+
+    def _forget_event(self, event: CreateEvent) -> None:
+        self._num_waiting -= 1
+        self._lease.shrink_lease(len(event.body))
