@@ -357,6 +357,10 @@ def release_cached_memory() -> None:
     trim_host_memory()
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in _OUT_OF_MEMORY_MESSAGES)
+
+
 @contextmanager
 def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
     """Turn out-of-memory, compiler and Triton errors into a ConfigError with advice."""
@@ -371,9 +375,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
             wrong = f"a Triton kernel does not compile or fit on this GPU: {describe_kernel_error(error)}"
             advice = "--attention-backend torch_varlen or reference does without it"
             raise ConfigError(f"attention_backend: {wrong}; {advice}", param="attention_backend") from error
-        if not isinstance(error, torch.OutOfMemoryError) and not any(
-            each in str(error) for each in _OUT_OF_MEMORY_MESSAGES
-        ):
+        if not is_out_of_memory(error):
             raise
         room = ""
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
