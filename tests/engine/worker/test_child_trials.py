@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,27 @@ import msgspec
 import pytest
 import torch
 
-from quire.engine.worker.trials.backend_trials import try_attention
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.common.config import EngineConfig
+from quire.engine.models import decoder_spec
+from quire.engine.worker.kernel_compilation.kernel_cache import compile_lock
+from quire.engine.worker.trials import backend_trials, trial_verdicts
+from quire.engine.worker.trials.backend_trials import choose_trials, make_child_trials, try_attention
 from quire.engine.worker.trials.child_trials import ChildTrials
 from quire.engine.worker.trials.trial_request import ProbeSettings
+from quire.engine.worker.trials.trial_verdicts import describe_machine
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.fake_later_flash import FakeFlash3, FakeFlash4
 from tests.kernels.installed import install_flash, install_flash3, install_flash4, install_varlen
+from tests.tiny_models import FAMILIES, SHAPE
 
-PROBE = PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 4, 2, 64, capture=FakeCapture())
+CPU = torch.device("cpu")
+PROBE = PagedAttentionProbe(CPU, torch.bfloat16, 4, 2, 64, capture=FakeCapture())
 CHILD = """
 import os, signal, sys, time
 os.read(0, 65536)
@@ -217,6 +228,63 @@ def test_probe_survives_the_way_to_a_child() -> None:
     sent = msgspec.json.decode(msgspec.json.encode(ProbeSettings.from_probe(probe)), type=ProbeSettings)
     assert sent.uses_graph
     assert sent.make_probe(probe.capture) == probe
+
+
+def test_replicas_that_start_together_run_one_trial(
+    flash: Flash2Backend, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(runs.parent))
+    trials = trials_of(runs, "time.sleep(0.2);" + PASSES)
+
+    def start(_: int) -> str | None:
+        with compile_lock(lambda: None):
+            return trials.failure_reason(flash, [PROBE])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(start, range(3))) == [None] * 3
+    assert count(runs) == 1
+
+
+def test_start_tries_libraries_in_a_child_and_own_kernels_here(
+    flash: Flash2Backend, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_trials, "PagedAttentionProbe", lambda *_, **__: replace(PROBE, capture=None))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"]))
+    spec, types = decoder_spec(read_model_config(tmp_path)), (torch.bfloat16, torch.bfloat16)
+    config = EngineConfig(enforce_eager=True)
+    (trial,) = choose_trials(config, torch.device("cuda"), types, spec, trials_of(runs, FAILS))
+    assert "differs from the reference" in str(trial(flash))
+    assert count(runs) == 1
+    assert trial(ReferenceBackend()) is None
+    assert count(runs) == 1
+
+
+def test_named_backend_ignores_kept_failures_and_cpus_have_no_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cuda = torch.device("cuda")
+    automatic, named = (
+        make_child_trials(EngineConfig(attention_backend=name), cuda, lambda: "580", lambda: None)
+        for name in ("auto", "flash4")
+    )
+    assert automatic is not None
+    assert named is not None
+    assert (automatic.retry_failures, named.retry_failures) == (False, True)
+    assert automatic.folder == tmp_path / "quire-trials"
+    assert make_child_trials(EngineConfig(), CPU, lambda: None, lambda: None) is None
+
+
+def test_machine_is_described_by_card_driver_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    machine = describe_machine(torch.device("cuda"), "580.95")
+    assert machine["card"] == "NVIDIA H100 80GB HBM3"
+    assert (machine["compute capability"], machine["driver"]) == ("9.0", "580.95")
+    assert machine["torch"] == torch.__version__
+    assert "flash-attn-4" not in machine, "it is not installed here"
+    monkeypatch.setattr(trial_verdicts, "version", lambda name: "4.0.0b37" if name == "flash-attn-4" else version(name))
+    assert describe_machine(torch.device("cuda"), "580.95") == machine | {"flash-attn-4": "4.0.0b37"}
 
 
 REAL_CHILD = """
