@@ -21,7 +21,7 @@ CPP     := $(wildcard quire/kernels/cpu/*.h quire/kernels/cpu/*.cpp quire/kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house mutants clients agents all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house mutants clients agents image-check all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
@@ -35,6 +35,7 @@ help:
 	@echo 'make mutants [SEED=1] [COUNT=200] [PATHS=quire/server] [TESTS=tests/server] [JOBS=1] [RESUME=1] [AGAIN=results]'
 	@echo '    faults that no test notices'
 	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
+	@echo 'make image-check [ARGS="--install folder --kind cpu"]    the Docker image without Docker'
 	@echo 'make first-flight    make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
 install: $(READY)
@@ -154,6 +155,10 @@ $(AGENTS)/.ready: tests/clients/agents/package-lock.json
 golden: $(READY)
 	@test -n '$(BASE)' || { echo 'Name the commit to compare with: make golden BASE=HEAD~1'; exit 1; }
 	@$(BIN)/python -m tests.golden $(BASE) $(ARGS)
+
+# What the Docker image would install, or, with ARGS="--install folder", its steps in a new environment.
+image-check: $(READY)
+	@$(BIN)/python -m tests.image_check $(ARGS)
 
 # Counts of what makes code hard to read.
 house: $(READY)

@@ -279,7 +279,7 @@ def test_image_pins_flash_attn_4_and_caches_kernels_on_volume() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert 'ARG FLASH_PACKAGE="-r deploy/flash-attn-4.txt"' in text
     pins = [line for line in (DEPLOY / "flash-attn-4.txt").read_text().splitlines() if not line.startswith("#")]
-    assert len(pins) == 9
+    assert len(pins) == 12
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
     wheels = dict(line.split("==") for line in pins)
     assert f"einops=={wheels['einops']}" in text, "the stages that install flash-attn 2 have the same"

@@ -54,6 +54,10 @@ _BACKEND_FACTORIES: dict[str, Callable[..., Backend]] = {
 BACKENDS = tuple(_BACKEND_FACTORIES)
 
 
+def make_backend(name: str, *, deterministic: bool) -> Backend:
+    return _BACKEND_FACTORIES[name](deterministic=deterministic)
+
+
 def _preferred_backends(device: device) -> tuple[str, ...]:
     if device.type != "cuda":
         return _PREFERRED.get(device.type, ("sdpa",))
@@ -102,7 +106,7 @@ class _CandidateBackends:
     def _make_backend(self, name: str) -> Backend:
         if name == "cpu":
             return CpuBackend(deterministic=self.deterministic, activation_bits=self.activation_bits)
-        return _BACKEND_FACTORIES[name](deterministic=self.deterministic)
+        return make_backend(name, deterministic=self.deterministic)
 
     def _unsupported_reason(self, backend: Backend) -> str | None:
         attention = self.attention

@@ -28,6 +28,7 @@ from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import run
+from tests.engine.test_out_of_memory import limit_memory
 from tests.engine.test_speculation import KINDS, always, known
 from tests.tiny_heads import (
     Reference,
@@ -129,13 +130,19 @@ GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("budget", [2048, 21])
-def test_head_drafts_equal_reference_computation(method: str, budget: int, tmp_path: Path) -> None:
-    """Drafts that are all rejected, and drafts that are all accepted: requests that allow one token only."""
+@pytest.mark.parametrize(("budget", "memory"), [(2048, None), (21, None), (2048, 16)])
+def test_head_drafts_equal_reference_computation(
+    method: str, budget: int, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are all rejected, and drafts that are all accepted: requests that allow one token only. `memory`:
+    larger steps run out of it, and are computed in parts.
+    """
     model = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
     engine = started(model, head, method, make_drafter=recorded.make, **options)
+    if memory is not None:
+        limit_memory(engine, memory, monkeypatch)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=40)
     requests = [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
     run(engine, requests)

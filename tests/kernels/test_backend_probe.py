@@ -105,6 +105,21 @@ class MixedUpBackend(ReferenceBackend):
         return out
 
 
+class WrongForShortPrompts(ReferenceBackend):
+    """Its kernel for prompts whose queries fit one tile of 128 rows is wrong."""
+
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
+        out = super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+        group = q.shape[1] // k_cache.shape[2]
+        return out.roll(1, 1) if 1 < metadata.max_query_len * group <= 128 else out
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [((8, 2), 20), ((64, 8), 16), ((14, 1), 9)])
+def test_probe_tries_prompts_that_fit_one_tile(heads: tuple[int, int], tokens: int) -> None:
+    failure = PagedAttentionProbe(CPU, torch.bfloat16, *heads, 64)(WrongForShortPrompts())
+    assert failure == f"differs from the reference for a prompt of {tokens} tokens"
+
+
 @pytest.mark.parametrize("shape", [(8, 2, 64), (7, 1, 128), (9, 3, 96)], ids=str)
 @pytest.mark.parametrize(
     ("wrong", "kind"),

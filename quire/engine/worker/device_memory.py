@@ -59,7 +59,9 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
         check_kv_memory(kv_gib, torch.cuda.mem_get_info(device)[1] * gpus, where)
 
 
-def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
+def kv_budget(
+    config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
+) -> int:
     """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there are
     none left.
     """
@@ -80,7 +82,8 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
         raise ConfigError(
             f"gpu_memory_utilization: {share} leaves nothing for the KV cache: {memory_use}. "
             "Raise --gpu-memory-utilization, "
-            "lower --max-num-batched-tokens or --max-num-seqs, use --quantization int4, or serve a smaller model",
+            "lower --max-num-batched-tokens or --max-num-seqs, or "
+            f"{_smaller_weights_advice(keeps_weights_quantized=keeps_weights_quantized)}",
             param="gpu_memory_utilization",
         )
     return budget
@@ -121,7 +124,8 @@ def available_kv_bytes(
 ) -> int:
     """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call this at the same time."""
     step_bytes = find_step_reserve(model, model_config, backend, config)
-    return kv_budget(config, model.device, max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0))
+    reserved = max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0)
+    return kv_budget(config, model.device, reserved, keeps_weights_quantized=backend.keeps_weights_quantized)
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
@@ -357,6 +361,10 @@ def release_cached_memory() -> None:
     trim_host_memory()
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in _OUT_OF_MEMORY_MESSAGES)
+
+
 @contextmanager
 def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
     """Turn out-of-memory, compiler and Triton errors into a ConfigError with advice."""
@@ -371,9 +379,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
             wrong = f"a Triton kernel does not compile or fit on this GPU: {describe_kernel_error(error)}"
             advice = "--attention-backend torch_varlen or reference does without it"
             raise ConfigError(f"attention_backend: {wrong}; {advice}", param="attention_backend") from error
-        if not isinstance(error, torch.OutOfMemoryError) and not any(
-            each in str(error) for each in _OUT_OF_MEMORY_MESSAGES
-        ):
+        if not is_out_of_memory(error):
             raise
         room = ""
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
@@ -382,12 +388,22 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{param}: out of memory for {what}{room}. {advice}", param=param) from error
 
 
-def explain_weights_out_of_memory() -> AbstractContextManager[None]:
-    advice = (
-        "Use quantization int4, serve a smaller model, or free memory that other processes hold; "
-        "quire plan shows what fits"
+def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
+    """`backend`: None for encoders, which are not quantized."""
+    smaller = (
+        "serve a smaller model"
+        if backend is None
+        else _smaller_weights_advice(keeps_weights_quantized=backend.keeps_weights_quantized)
     )
+    advice = f"Free memory that other processes hold, or {smaller}; quire plan shows what fits"
     return explain_out_of_memory("the weights", "model", advice)
+
+
+def _smaller_weights_advice(*, keeps_weights_quantized: bool) -> str:
+    """Backends of plain PyTorch, as on a T4 and on MPS and XPU, expand quantized weights."""
+    if keeps_weights_quantized:
+        return "use --quantization int4 or a smaller model"
+    return "serve a smaller model (--quantization saves no memory with this attention backend)"
 
 
 def allocate_kv_blocks_checked(model: Decoder, num_blocks: int) -> list[torch.Tensor]:

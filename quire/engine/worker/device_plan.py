@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -25,9 +26,10 @@ from quire.engine.models.requirements import (
     has_mla,
 )
 from quire.engine.processes.cpu_cores import usable_cpus
-from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.loading.transformers_support import check_transformers_settings
+from quire.engine.worker.trials.backend_trials import choose_trials, find_eager_prefill_reason, make_child_trials
+from quire.engine.worker.trials.child_trials import ChildTrials
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import BackendTrial, select_backend
 from quire.kernels.cpu.backend import CpuBackend
@@ -278,8 +280,16 @@ def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
     return str(chosen.kv_dtype).removeprefix("torch.")
 
 
-def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backend_tried: bool = False) -> DevicePlan:
-    """`backend_tried`: another rank tried the backend on such a GPU. Raises ConfigError."""
+def choose_device_plan(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    backend_tried: bool = False,
+) -> DevicePlan:
+    """`progress` is called while a child process tries a backend. `backend_tried`: another rank tried the backend on
+    such a GPU. Raises ConfigError.
+    """
     check_transformers_settings(config, model_config)
     device = choose_device(config)
     check_non_cuda_accelerator_settings(config, device)
@@ -287,12 +297,15 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
     dtype, kv_dtype = types.compute_dtype, types.kv_dtype
     spec = apply_expert_parallel(config, decoder_spec(replace(model_config, max_model_len=config.max_model_len)))
     check_device_supports_attention(device, model_config, spec)
-    backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
+    child_trials = None if backend_tried else make_child_trials(config, device, nvidia_driver_version, progress)
+    backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, child_trials, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
     # Deterministic towers on GPUs encode images one by one, so kernels may depend on the batch.
     vision_backend = type(backend)() if config.deterministic and device.type == "cuda" else backend
     eager_prefill_reason = (
-        None if backend_tried else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend)
+        None
+        if backend_tried
+        else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend, child_trials)
     )
     return DevicePlan(
         spec, device, dtype, kv_dtype, types.change_note, text_backend, why, vision_backend, eager_prefill_reason
@@ -340,6 +353,7 @@ def choose_backend(
     device: torch.device,
     types: tuple[torch.dtype, torch.dtype],
     spec: DecoderSpec,
+    child_trials: ChildTrials | None = None,
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
@@ -353,7 +367,7 @@ def choose_backend(
     attention = attention_requirements(spec, kv_dtype, ranks=config.decode_context_parallel_size)
     head_dim = attention_head_dim(spec, device)
     try:
-        trials = [] if backend_tried else choose_trials(config, device, types, spec)
+        trials = [] if backend_tried else choose_trials(config, device, types, spec, child_trials)
         if config.block_size is not None:
             otherwise: list[BackendTrial | None] = [*trials] or [None]
             trials = [partial(_check_block_size_then_try, config.block_size, each) for each in otherwise]

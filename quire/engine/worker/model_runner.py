@@ -33,6 +33,7 @@ from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampler import logprob_tensors
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules, pad_logprob_token_ids
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
+from quire.engine.worker.step_splitting import make_step_splitter
 from quire.kernels.backend import NO_ADAPTERS, LinearContext
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.gpu.other_devices import is_other_device
@@ -100,6 +101,9 @@ class ModelRunner:
                 group=model.shard.group,
             )
         self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens, model.shard.group)
+        self._step_splitter = make_step_splitter(
+            lambda batch: self._compute_and_sample_batch(self._plan_batch(batch)), slots, model.shard.group
+        )
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     def _make_decode_graphs(self, capture: GraphCapture) -> DecodeGraphs:
@@ -133,13 +137,18 @@ class ModelRunner:
         """On a GPU this only queues work: a step reads what earlier steps sampled and stored, and the host does not
         wait.
         """
-        return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
+        if self._step_splitter is None:
+            return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
+        self._update_slots(scheduler_output)
+        self._apply_copies(scheduler_output)
+        return self._step_splitter.launch(SchedulerOutput(scheduler_output.without_encoder_only.scheduled_requests))
 
     def _prepare_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
         self._update_slots(scheduler_output)
-        if self._encoder_cache is not None:
-            self._encoder_cache.run_scheduled_encoder_chunks(scheduler_output, self._get_new_request)
-        scheduler_output = scheduler_output.without_encoder_only
+        return self._plan_batch(scheduler_output.without_encoder_only)
+
+    def _plan_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
+        """May be repeated with parts of the batch."""
         sample_targets = self._input_batch.make_sample_targets(scheduler_output)
         if not scheduler_output.scheduled_requests:
             return PreparedBatch(scheduler_output, sample_targets, None)
@@ -180,6 +189,8 @@ class ModelRunner:
             self._prefaulter.mark_used(
                 page for row in scheduler_output.scheduled_requests for page in row.new_block_ids
             )
+        if self._encoder_cache is not None:
+            self._encoder_cache.run_scheduled_encoder_chunks(scheduler_output, self._get_new_request)
 
     def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
         """Copies read what earlier steps computed."""

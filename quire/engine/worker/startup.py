@@ -37,7 +37,7 @@ def start_worker(
     if is_encoder(model_config):
         return start_encoder(config, path, model_config, device, progress, tensors, kernel_cache_note)
     with compile_lock(progress) if is_cuda else nullcontext():
-        device_plan = choose_device_plan(config, model_config)
+        device_plan = choose_device_plan(config, model_config, progress)
     ranks = start_ranks(config, path, device_plan, progress, on_rank_end, weights_are_tensors=tensors is not None)
     try:
         startup = DecoderStartup(config, path, model_config, device_plan, ranks)

@@ -23,6 +23,8 @@ GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor
 """Records a function; returns the replay function, and the tensor with its result."""
 
 _WINDOW = 7
+_SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
+"""Tokens, and at most so many rows of a KV head's queries: flash-attn 4 has another kernel if they fit one tile."""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
 """Makes few keys count, so a scale that is a few percent off changes means by more than rounding does."""
@@ -56,7 +58,7 @@ class BackendProbe(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """Two sequences, one several pages long: prefill, decode, mixed batch."""
+    """Two sequences, one several pages long: prefill, decode, mixed batch. Then two short prompts."""
 
     heads: int
     kv_heads: int
@@ -83,9 +85,7 @@ class PagedAttentionProbe(BackendProbe):
 
     def _find_mismatch_with_params(self, backend: Backend, softmax: AttentionParams) -> str | None:
         lengths = (2 * backend.block_size + 5, 3)
-        held = self.dtype if self.kv_dtype is None else self.kv_dtype
-        shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, held)
-        k_cache, v_cache = torch.zeros((2, *shape), dtype=held, device=self.device)
+        k_cache, v_cache = self._allocate_kv(backend)
         prompts = last_tokens_metadata(self.device, lengths, lengths, backend.block_size)
         qkv = self._random_qkv(sum(lengths), (self.heads + 2 * self.kv_heads) * self.head_dim)
         expected = self._reference_output(qkv, lengths, softmax)
@@ -98,6 +98,8 @@ class PagedAttentionProbe(BackendProbe):
             got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, is_full_prefill=whole), softmax)
             if not is_close(got, expected):
                 return "differs from the reference for a prompt"
+        if (reason := self._find_short_prompt_mismatch(backend, softmax)) is not None:
+            return reason
         rows, part = make_mixed_step(self.device, lengths, backend.block_size)
         got = backend.paged_attention(q[rows.to(self.device)].clone(), k_cache, v_cache, part, softmax)
         if not is_close(got, expected[rows]):
@@ -112,6 +114,19 @@ class PagedAttentionProbe(BackendProbe):
         if not is_close(attend_decodes(), expected):
             return "differs from the reference for a decode"
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected)
+
+    def _find_short_prompt_mismatch(self, backend: Backend, softmax: AttentionParams) -> str | None:
+        lengths = (max(1, min(_SHORT_PROMPT, _SHORT_PROMPT_ROWS * self.kv_heads // self.heads)), 3)
+        k_cache, v_cache = self._allocate_kv(backend)
+        prompts = last_tokens_metadata(self.device, lengths, lengths, backend.block_size)
+        qkv = self._random_qkv(sum(lengths), (self.heads + 2 * self.kv_heads) * self.head_dim)
+        expected = self._reference_output(qkv, lengths, softmax)
+        q = backend.rope_and_store_kv(qkv.clone(), QKNormRopeParams(self.head_dim, None), k_cache, v_cache, prompts)
+        for whole in (True, False):
+            got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, is_full_prefill=whole), softmax)
+            if not is_close(got, expected):
+                return f"differs from the reference for a prompt of {lengths[0]} tokens"
+        return None
 
     def _check_prefill_graph(
         self,
@@ -141,6 +156,12 @@ class PagedAttentionProbe(BackendProbe):
         return check_graph_replay(
             capture, attend_captured, expected[rows], before=fill_metadata, what="parts of prompts"
         )
+
+    def _allocate_kv(self, backend: Backend) -> Tensor:
+        """Keys and values."""
+        held = self.dtype if self.kv_dtype is None else self.kv_dtype
+        shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, held)
+        return torch.zeros((2, *shape), dtype=held, device=self.device)
 
     def _random_qkv(self, tokens: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -159,6 +159,9 @@ def test_kv_budget_respects_gpu_memory_utilization(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError) as error:
         kv_budget(half, CUDA, 21 * GIB)
     assert error.value.param == "gpu_memory_utilization"
+    assert "use --quantization int4" in error.value.message
+    with pytest.raises(ConfigError, match="--quantization saves no memory with this attention backend"):
+        kv_budget(half, CUDA, 21 * GIB, keeps_weights_quantized=False)
     for part in ("0.5 of the GPU's 80.0 GiB", "hold 20.0", "takes 21.0", "--max-num-batched-tokens"):
         assert part in error.value.message
 

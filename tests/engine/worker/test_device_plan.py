@@ -15,7 +15,6 @@ from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.models import decoder_spec
-from quire.engine.worker import backend_trials
 from quire.engine.worker import device_plan as devices
 from quire.engine.worker.device_memory import explain_out_of_memory
 from quire.engine.worker.device_plan import (
@@ -26,6 +25,7 @@ from quire.engine.worker.device_plan import (
 )
 from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.ranks import rank_startup
+from quire.engine.worker.trials import backend_trials
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.installed import install_flash
 from tests.tiny_models import FAMILIES, SHAPE

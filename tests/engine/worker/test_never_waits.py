@@ -30,7 +30,7 @@ from quire.engine.layers.adapters import LoRALayerWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
-from quire.engine.worker import backend_trials, device_memory, device_plan, startup
+from quire.engine.worker import device_memory, device_plan, startup
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.draft_model_runner import DraftModelRunner
 from quire.engine.worker.images import tower_loader
@@ -41,6 +41,7 @@ from quire.engine.worker.loading.drafts import draft_model_loader as draft_model
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.startup_steps import decoder_startup
+from quire.engine.worker.trials import backend_trials
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import host_transfer
 from quire.kernels.gpu.experts import grouped_moe

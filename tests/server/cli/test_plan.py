@@ -310,6 +310,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("card", "config", "packed"),
+    [
+        ("T4", {}, False),
+        ("V100-32GB", {"quantize_embedding": True}, False),
+        ("T4", {"attention_backend": "triton"}, True),
+        ("L4", {"attention_backend": "sdpa"}, False),
+        ("L4", {}, True),
+    ],
+)
+def test_plan_counts_int4_only_where_weights_stay_packed(card: str, config: dict[str, Any], packed: bool) -> None:
+    sizes = read_model_sizes(DEEPSEEK_CODER)
+    plain = estimate_model(sizes, find_gpu(card), PlanRequest(EngineConfig(**config | {"quantize_embedding": None})))
+    int4 = estimate_model(sizes, find_gpu(card), PlanRequest(EngineConfig(quantization="int4", **config)))
+    assert (int4.device_weight_bytes < plain.device_weight_bytes / 2) == packed
+    assert packed or int4.device_weight_bytes == plain.device_weight_bytes
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    gptq = read_model_sizes(DEEPSEEK_CODER | {"quantization_config": stored})
+    checkpoint = estimate_model(gptq, find_gpu(card), PlanRequest(EngineConfig(**config)))
+    assert (checkpoint.device_weight_bytes < plain.device_weight_bytes / 2) == packed
+    assert packed or checkpoint.device_weight_bytes == plain.device_weight_bytes
+
+
 def test_gpu_plan_counts_int4_weight_bytes() -> None:
     """As in the plan of a CPU: 5 bits per weight of a linear, 8 per weight of the embedding and the head."""
     sizes = read_model_sizes(DEEPSEEK_CODER)

@@ -69,6 +69,11 @@ def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -
             os.close(lock)
 
 
+def trial_verdict_folder() -> Path:
+    """Kept as long as the kernels are: verdicts hold for one card and one set of versions."""
+    return _cache_folder() / "quire-trials"
+
+
 def _is_locked_by_another(lock: int) -> bool:
     """If False, this process has the lock, if the file system has locks."""
     try:

@@ -78,7 +78,7 @@ class FollowerRank(RankMethods):
         configure_cpu(config)
         self._device_plan = choose_device_plan(config, self._model_config, backend_tried=True)
         load_part = partial(load_model, config, self._path, self._model_config, self._device_plan)
-        with explain_weights_out_of_memory():
+        with explain_weights_out_of_memory(self._device_plan.backend):
             self._group = join_group(
                 start, config, self._device_plan, config.master_addr if assignment is None else assignment.address
             )

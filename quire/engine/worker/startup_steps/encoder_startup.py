@@ -56,7 +56,7 @@ def start_encoder(
     length = encoder_context_length(config, model_config, spec.max_prompt_len, pooling.max_seq_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
     deterministic = determine_batch_invariance(config, backend, device, dtype)
-    with explain_weights_out_of_memory():
+    with explain_weights_out_of_memory(None):
         scheme = UnquantizedScheme(backend, dtype)
         model = Encoder(
             spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, report_progress=progress

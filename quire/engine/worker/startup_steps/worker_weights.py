@@ -42,7 +42,7 @@ def load_worker_weights(
 ) -> WorkerWeights:
     """Raises ConfigError."""
     backend = device_plan.backend
-    with explain_weights_out_of_memory():
+    with explain_weights_out_of_memory(backend):
         loaded_model, other_stages_bytes = ranks.load_model(
             partial(load_model, config, path, model_config, device_plan, progress, tensors)
         )

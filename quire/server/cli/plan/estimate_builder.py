@@ -102,7 +102,8 @@ class EstimateBuilder:
         self._machine = machine
         self._stored = stored
         self._dtype, self._kv_type = resolve_dtypes(self._sizes, machine, request.config)
-        self._quantized = request.config.online_quantization
+        self._expands_weights = machine.expands_weights(request.config.attention_backend)
+        self._quantized = None if self._expands_weights else request.config.online_quantization
         self._width = DTYPE_BYTES[self._dtype]
         """Bytes per activation."""
 
@@ -157,9 +158,10 @@ class EstimateBuilder:
         sizes = self._sizes
         machine = self._machine
         config = self._config
-        in_8_bits = is_embedding_quantized(self._quantized, config.quantize_embedding)
+        expanded = self._expands_weights
+        in_8_bits = not expanded and is_embedding_quantized(self._quantized, config.quantize_embedding)
         model_bytes, on_device = total_and_device_weight_bytes(
-            sizes, machine, self._dtype, self._stored, self._quantized, in_8_bits=in_8_bits
+            sizes, machine, self._dtype, self._stored, self._quantized, in_8_bits=in_8_bits, expanded=expanded
         )
         experts = plan_experts(config, sizes, machine, self._dtype)
         layers = plan_streamed_layers(config, sizes, machine, self._dtype, on_device)

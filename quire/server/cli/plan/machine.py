@@ -67,6 +67,10 @@ class Machine:
         """Parts of a CPU machine share its memory."""
         return 1 if self.gpu else self.count // self.nodes
 
+    def expands_weights(self, backend: str = "auto") -> bool:
+        """True if quantized weights are held in the model's type: no kernel of few bits serves there."""
+        return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
+
     def kv_block_size(
         self,
         dtype: str,

@@ -63,7 +63,11 @@ def _weights_text(estimate: Estimate) -> str:
     sizes = estimate.sizes
     quantized = f" ({sizes.quantization}, {sizes.bits_per_weight:g} bits)" if sizes.quantization else ""
     stored_as = ""
-    if estimate.config.online_quantization:
+    if estimate.machine.expands_weights(estimate.config.attention_backend) and (
+        estimate.config.online_quantization or quantized
+    ):
+        stored_as = f", held in {estimate.dtype} on this GPU"
+    elif estimate.config.online_quantization:
         stored_as = f", {estimate.config.online_quantization} at load"
     elif estimate.machine.compresses_weights and estimate.dtype == "bfloat16" and not quantized:
         stored_as = ", in 12 bits on this CPU"

@@ -25,12 +25,17 @@ def total_and_device_weight_bytes(
     quantized: str | None,
     *,
     in_8_bits: bool,
+    expanded: bool = False,
 ) -> tuple[int, int]:
-    """(all weights as read, one device's as stored). `in_8_bits`: the embedding too."""
+    """(all weights as read, one device's as stored). `in_8_bits`: the embedding too. `expanded`: see
+    Machine.expands_weights; then nothing is `quantized`.
+    """
     width = DTYPE_BYTES[dtype]
     weights = (
         _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
     )
+    if expanded and sizes.quantization:
+        weights = sizes.num_parameters * width
     if quantized is not None:
         weights = round((sizes.num_parameters - sizes.embedding_parameters) * QUANTIZED_BITS[quantized] / 8)
         weights += sizes.embedding_parameters * width

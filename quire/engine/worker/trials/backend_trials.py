@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,8 +17,12 @@ from quire.engine.models.requirements import (
     make_dummy_recurrence_params,
 )
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
+from quire.engine.worker.kernel_compilation.kernel_cache import trial_verdict_folder
+from quire.engine.worker.trials.child_trials import ChildTrials
+from quire.engine.worker.trials.trial_verdicts import describe_machine
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import BackendTrial
+from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
@@ -27,11 +32,29 @@ from quire.kernels.probes.serial_context_parallel import SerialContextParallel
 from quire.kernels.reference import ReferenceBackend
 
 
+def make_child_trials(
+    config: EngineConfig, device: torch.device, get_driver: Callable[[], str | None], progress: Callable[[], None]
+) -> ChildTrials | None:
+    """A backend that the user names is tried again if it failed before. None if no library computes on the device."""
+    if device.type != "cuda":
+        return None
+    return ChildTrials(
+        trial_verdict_folder(),
+        lambda: describe_machine(device, get_driver()),
+        progress,
+        retry_failures=config.attention_backend != "auto",
+    )
+
+
 def choose_trials(
-    config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
+    config: EngineConfig,
+    device: torch.device,
+    types: tuple[torch.dtype, torch.dtype],
+    spec: DecoderSpec,
+    child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
     """The trials run decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this
-    machine.
+    machine. child_trials: for libraries; None: they are tried in this process, too.
     """
     if device.type == "cpu":
         return []
@@ -39,7 +62,7 @@ def choose_trials(
         [None] if config.enforce_eager or is_other_device(device) else [CudaGraphCapture(device), None]
     )
     ranks = config.decode_context_parallel_size
-    first, *others = (_make_trial(types, device, spec, capture, ranks=ranks) for capture in captures)
+    first, *others = (_make_trial(types, device, spec, capture, child_trials, ranks=ranks) for capture in captures)
     return [first, *(partial(_disable_graphs_if_trial_passes, trial) for trial in others)]
 
 
@@ -56,6 +79,7 @@ def find_eager_prefill_reason(
     types: tuple[torch.dtype, torch.dtype],
     spec: DecoderSpec,
     backend: Backend,
+    child_trials: ChildTrials | None = None,
 ) -> str | None:
     """Why graphs hold decodes but no prefills: the backend rules it out, or a library's attention fails in a graph. The
     first rank decides for all. `types`: compute and KV dtype.
@@ -65,7 +89,8 @@ def find_eager_prefill_reason(
     if config.enforce_eager or not choose_trials(config, device, types, spec):
         return None
     ranks = config.decode_context_parallel_size
-    return _make_trial(types, device, spec, CudaGraphCapture(device), ranks=ranks, prompts=True)(backend)
+    capture = CudaGraphCapture(device)
+    return _make_trial(types, device, spec, capture, child_trials, ranks=ranks, prompts=True)(backend)
 
 
 def _make_trial(
@@ -73,6 +98,7 @@ def _make_trial(
     device: torch.device,
     spec: DecoderSpec,
     capture: GraphCapture | None,
+    child_trials: ChildTrials | None,
     *,
     ranks: int = 1,
     prompts: bool = False,
@@ -83,6 +109,7 @@ def _make_trial(
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)
     trials = list[BackendTrial]()
+    attention_probes = list[PagedAttentionProbe]()
     for part in distinct_attention_specs(spec):
         if isinstance(part, MLALayerSpec) and prompts:
             continue  # like recurrences, Triton never reads the host
@@ -99,7 +126,11 @@ def _make_trial(
                 "has_chunked_windows": has_chunked_attention(spec),
                 "only_prefill_graph": prompts,
             }
-            trials.append(PagedAttentionProbe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=kv_dtype))
+            attention_probes.append(
+                PagedAttentionProbe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=kv_dtype)
+            )
+    if attention_probes:
+        trials.append(partial(try_attention, attention_probes, child_trials))
     if ranks > 1 and kv_dtype not in QUANTIZED_KV_DTYPES:
         trials += [partial(_run_trial_with_context_parallel, each, ranks) for each in trials]
     if not prompts:
@@ -108,6 +139,14 @@ def _make_trial(
             for each in make_dummy_recurrence_params(spec, device)
         ]
     return lambda backend: next((why for each in trials if (why := each(backend)) is not None), None)
+
+
+def try_attention(
+    probes: Sequence[PagedAttentionProbe], child_trials: ChildTrials | None, backend: Backend
+) -> str | None:
+    if child_trials is not None and isinstance(backend, FlashPagedBackend):
+        return child_trials.failure_reason(backend, probes)
+    return next((why for each in probes if (why := each(backend)) is not None), None)
 
 
 def _run_trial_with_context_parallel(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:

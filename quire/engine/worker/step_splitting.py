@@ -1,0 +1,155 @@
+"""Steps that run out of memory are computed in parts, one after the other, with the same results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.engine.common.executor import PendingOutput
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from quire.engine.worker.device_memory import is_out_of_memory, release_cached_memory
+from quire.engine.worker.input_batch import InputBatch
+from quire.kernels.collective import Collective
+
+log = logging.getLogger("quire.engine")
+
+_STEPS_UNTIL_RETRY = 500
+"""After so many steps in parts a whole one is tried again: other programs may have freed memory."""
+
+
+class StepSplitter:
+    """Rows stay in order, because a row may read blocks that an earlier one writes in the same step."""
+
+    def __init__(
+        self,
+        compute: Callable[[SchedulerOutput], PendingOutput],
+        can_cut: Callable[[ScheduledRequest], bool],
+        steps_until_retry: int = _STEPS_UNTIL_RETRY,
+    ) -> None:
+        """`compute` may be called again for a batch after it ran out of memory. `can_cut`: whether a row's tokens may
+        be divided.
+        """
+        self._compute = compute
+        self._can_cut = can_cut
+        self._steps_until_retry = steps_until_retry
+        self._max_tokens: int | None = None
+        """Larger steps are divided beforehand. None: none ran out of memory lately."""
+        self._num_divided_steps = 0
+
+    def launch(self, batch: SchedulerOutput) -> PendingOutput:
+        """Raises the out-of-memory error if a single row, divided as far as it can be, runs out of memory."""
+        parts, outputs = [batch], list[PendingOutput]()
+        while parts:
+            part = parts.pop()
+            smaller = split_batch(part, self._can_cut) if self._exceeds_limit(part) else []
+            if not smaller:
+                try:
+                    outputs.append(self._compute(part))
+                    continue
+                except Exception as error:
+                    if not is_out_of_memory(error) or not (smaller := split_batch(part, self._can_cut)):
+                        raise
+                    self._lower_limit(num_tokens(part), error)
+                release_cached_memory()  # here, because the error's traceback held the step's tensors
+            parts += reversed(smaller)
+        if len(outputs) == 1:
+            return outputs[0]
+        self._count_divided_step()
+        return _PendingParts(outputs)
+
+    def _exceeds_limit(self, batch: SchedulerOutput) -> bool:
+        return self._max_tokens is not None and num_tokens(batch) > self._max_tokens
+
+    def _lower_limit(self, tokens: int, error: Exception) -> None:
+        self._max_tokens, self._num_divided_steps = max(tokens // 2, 1), 0
+        log.warning(
+            "a step of %d tokens ran out of memory, so steps are computed in parts of %d tokens, which is slower; "
+            "a lower --gpu-memory-utilization or --max-num-batched-tokens avoids it (%s)",
+            tokens,
+            self._max_tokens,
+            (str(error).splitlines() or [""])[0],
+        )
+
+    def _count_divided_step(self) -> None:
+        self._num_divided_steps += 1
+        if self._num_divided_steps >= self._steps_until_retry:
+            self._max_tokens = None
+
+
+def make_step_splitter(
+    compute: Callable[[SchedulerOutput], PendingOutput], slots: InputBatch, group: Collective | None
+) -> StepSplitter | None:
+    """None if a step cannot be repeated: its first layers have advanced recurrent states, or other ranks (`group`)
+    compute it, too.
+    """
+    if any(slots.recurrent_states) or group is not None:
+        return None
+
+    def can_cut(row: ScheduledRequest) -> bool:
+        """Pooling, and images whose tokens see each other, need all tokens of a chunk."""
+        new_request = slots.get_slot_request(row.slot).new_request
+        return not new_request.spans and isinstance(new_request.params, SamplingParams)
+
+    return StepSplitter(compute, can_cut)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingParts:
+    outputs: Sequence[PendingOutput]
+
+    def result(self) -> ModelRunnerOutput:
+        return merge_outputs([each.result() for each in self.outputs])
+
+
+def num_tokens(batch: SchedulerOutput) -> int:
+    return sum(row.num_tokens for row in batch.scheduled_requests)
+
+
+def split_batch(batch: SchedulerOutput, can_cut: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
+    """Two parts of about as many tokens; for a single row that cannot be cut, one part without its drafts; or none."""
+    first: list[ScheduledRequest] = []
+    rest = list(batch.scheduled_requests)
+    room = num_tokens(batch) // 2
+    while rest and rest[0].num_tokens <= room:
+        first.append(rest.pop(0))
+        room -= first[-1].num_tokens
+    if rest and (count := min(room, rest[0].num_tokens - 1 - len(rest[0].draft_token_ids))) > 0 and can_cut(rest[0]):
+        head, rest[0] = cut_row(rest[0], count)
+        first.append(head)
+    elif not first and len(rest) > 1:
+        first.append(rest.pop(0))
+    if first and rest:
+        return [_only_rows(batch, first), _only_rows(batch, rest)]
+    if len(rest) == 1 and (num_drafts := len(rest[0].draft_token_ids)):
+        # As if none was accepted.
+        count = rest[0].num_tokens - num_drafts
+        return [_only_rows(batch, [msgspec.structs.replace(rest[0], num_tokens=count, draft_token_ids=[])])]
+    return []
+
+
+def cut_row(row: ScheduledRequest, count: int) -> tuple[ScheduledRequest, ScheduledRequest]:
+    """The first part has `count` tokens and samples nothing. Drafts, and the token before them, stay together."""
+    replace = msgspec.structs.replace
+    return (
+        replace(row, num_tokens=count, should_sample=False, draft_token_ids=[]),
+        replace(row, start=row.start + count, num_tokens=row.num_tokens - count, new_block_ids=[]),
+    )
+
+
+def _only_rows(batch: SchedulerOutput, rows: list[ScheduledRequest]) -> SchedulerOutput:
+    return msgspec.structs.replace(batch, scheduled_requests=rows)
+
+
+def merge_outputs(parts: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
+    """Only a prompt's log probabilities may come from several parts."""
+    merged = ModelRunnerOutput({})
+    for part in parts:
+        for name in ("token_ids", "logprobs", "errors", "vectors"):
+            getattr(merged, name).update(getattr(part, name))
+        for request_id, logprobs in part.prompt_logprobs.items():
+            merged.prompt_logprobs.setdefault(request_id, []).extend(logprobs)
+    return msgspec.structs.replace(merged, used_cuda_graph=all(part.used_cuda_graph for part in parts))

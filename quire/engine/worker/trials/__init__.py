@@ -1,0 +1,1 @@
+"""What a GPU's kernels must compute correctly before they serve."""
