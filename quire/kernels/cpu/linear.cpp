@@ -225,7 +225,7 @@ struct GroupOutput {
   const float* sums;
 
   int pieces() const { return rows * kPanelColumns; }
-  INLINE void operator()(int i) const {
+  __attribute__((always_inline)) inline void operator()(int i) const {
     const int r = i / kPanelColumns, c = i % kPanelColumns;
     const long at = column + c * 16;
     const int left = static_cast<int>(std::min(16L, l.outs - at));
@@ -237,18 +237,15 @@ struct GroupOutput {
   }
 };
 
-// Multiplies groups [begin, end) of 32 rows, as pack_groups has them, with one panel. `next` is the panel to prefetch,
-// or null.
+// Multiplies groups [begin, end) of 32 rows with one panel. `next` is the panel to prefetch, or null.
 template <class O>
-void multiply_groups(const Linear<bf16, O>& l, const uint32_t* x, long rows, long begin, long end, long panel,
-                     const char* next) {
+void multiply_groups(const Linear<bf16, O>& l, const RowGroups& x, long begin, long end, long panel, const char* next) {
   const int blocks = blocks_of(l.steps());
   const PanelTiles tiles = tiles_of(l, panel);
   const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
   alignas(64) float sums[2][kGroupSums];
   const auto output = [&](long g) {
-    const int there = static_cast<int>(std::min<long>(kGroupRows, rows - g * kGroupRows));
-    return GroupOutput<O>{l, g * kGroupRows, panel * kPanel, there, sums[g % 2]};
+    return GroupOutput<O>{l, g * kGroupRows, panel * kPanel, x.rows_of(g), sums[g % 2]};
   };
   for (long g = begin; g < end; ++g) {
     const long line = lines * (g - begin) / (end - begin);
@@ -259,8 +256,7 @@ void multiply_groups(const Linear<bf16, O>& l, const uint32_t* x, long rows, lon
       for (int s = b * kTileWords; s < std::min((b + 1) * kTileWords, l.steps()); ++s) prefetch(s);
     };
     const GroupOutput<O> before = output(std::max(begin, g - 1));
-    multiply_group(x + g * blocks * kGroupBlockWords, tiles, blocks, sums[g % 2], fetch,
-                   g > begin ? before.pieces() : 0, before);
+    multiply_group(x.tiles(g), tiles, blocks, sums[g % 2], fetch, g > begin ? before.pieces() : 0, before);
   }
   const GroupOutput<O> last = output(end - 1);
   for (int i = 0; i < last.pieces(); ++i) last(i);
@@ -269,16 +265,16 @@ void multiply_groups(const Linear<bf16, O>& l, const uint32_t* x, long rows, lon
 // multiply_all for more than 32 rows of bfloat16, by matrix tiles.
 template <class O>
 void multiply_all_groups(const Linear<bf16, O>& l, long rows, int threads) {
-  const uint32_t* x = pack_groups(reinterpret_cast<const uint32_t*>(l.x), l.steps(), rows, threads);
+  const RowGroups x(reinterpret_cast<const uint32_t*>(l.x), l.steps(), rows);
   const char* stream =
       l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
   const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);
-  const long groups = (rows + kGroupRows - 1) / kGroupRows, group_bytes = 4L * blocks_of(l.steps()) * kGroupBlockWords;
-  const Shares shares = {groups, l.panels(), threads, std::clamp(kRowsInL2 / group_bytes, 4L, 16L), 1};
+  const long most = std::clamp(kRowsInL2 / (2L * kGroupRows * l.in), 4L, 16L);  // groups for each reading of a panel
+  const Shares shares = {x.groups(), l.panels(), threads, most, 1};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
       if (begin < end)
-        multiply_groups(l, x, rows, begin, end, panel, next < l.panels() ? stream + next * panel_bytes : nullptr);
+        multiply_groups(l, x, begin, end, panel, next < l.panels() ? stream + next * panel_bytes : nullptr);
     });
   });
 }
