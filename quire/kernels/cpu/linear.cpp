@@ -15,6 +15,7 @@
 #include "panels.h"
 #include "rows.h"
 #include "tiles/linear_tiles.h"
+#include "tiles/row_groups.h"
 
 namespace {
 
@@ -192,6 +193,92 @@ void multiply_rows_by_tiles(const Linear<bf16, O>& l, long begin, long count, lo
   }
 }
 
+// The tiles of a panel; what is not stored as they need it is written to this thread's scratch memory.
+template <class O>
+PanelTiles tiles_of(const Linear<bf16, O>& l, long panel) {
+  const int steps = l.steps(), blocks = blocks_of(steps);
+  const uint32_t* packed = l.compressed ? nullptr : l.packed + panel * steps * kPanel;
+  if (packed && steps % kTileWords == 0) return packed_tiles(packed);
+  auto* words = reinterpret_cast<uint32_t*>(scratch(4L * blocks * kBlockWords));
+  const auto write = [&](int s, int c, Words column) { wstore(at_step(words, blocks, s, c), column); };
+  if constexpr (kCanCompress) {
+    if (l.compressed) {
+      Decompressed from(*l.compressed, panel, steps);
+      for (int s = 0; s < steps; ++s) {
+        Words column[kPanelColumns];
+        from.read(s, column);
+        for (int c = 0; c < kPanelColumns; ++c) write(s, c, column[c]);
+      }
+    }
+  }
+  for (int s = packed ? 0 : steps; s < blocks * kTileWords; ++s)
+    for (int c = 0; c < kPanelColumns; ++c) write(s, c, s < steps ? wload(packed + s * kPanel + c * 16) : wset(0u));
+  return consecutive_tiles(words, blocks);
+}
+
+// Writes 16 outputs of one row of a group of up to 32: piece i is of row i / 4.
+template <class O>
+struct GroupOutput {
+  const Linear<bf16, O>& l;
+  long row, column;  // the group's first row, the panel's first output
+  int rows;
+  const float* sums;
+
+  int pieces() const { return rows * kPanelColumns; }
+  __attribute__((always_inline)) inline void operator()(int i) const {
+    const int r = i / kPanelColumns, c = i % kPanelColumns;
+    const long at = column + c * 16;
+    const int left = static_cast<int>(std::min(16L, l.outs - at));
+    if (left <= 0) return;
+    const Vec bias = l.bias ? vload_first(l.bias + at, left) : vset(0.0f);
+    const Vec sum = vadd(vload(sums + (c * kGroupRows + r) * 16), bias);
+    O* to = l.out + (row + r) * l.outs + at;
+    left == 16 ? vstore(to, sum) : vstore_first(to, sum, left);
+  }
+};
+
+// Multiplies groups [begin, end) of 32 rows with one panel. `next` is the panel to prefetch, or null.
+template <class O>
+void multiply_groups(const Linear<bf16, O>& l, const RowGroups& x, long begin, long end, long panel, const char* next) {
+  const int blocks = blocks_of(l.steps());
+  const PanelTiles tiles = tiles_of(l, panel);
+  const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
+  alignas(64) float sums[2][kGroupSums];
+  const auto output = [&](long g) {
+    return GroupOutput<O>{l, g * kGroupRows, panel * kPanel, x.rows_of(g), sums[g % 2]};
+  };
+  for (long g = begin; g < end; ++g) {
+    const long line = lines * (g - begin) / (end - begin);
+    Prefetch prefetch;
+    if (next) prefetch = {next + line * 64, static_cast<int>(lines * (g + 1 - begin) / (end - begin) - line), stride};
+    if (l.meanwhile && g > begin) prefetch.extra = l.meanwhile->take(l.steps());
+    const auto fetch = [&](int b) {
+      for (int s = b * kTileWords; s < std::min((b + 1) * kTileWords, l.steps()); ++s) prefetch(s);
+    };
+    const GroupOutput<O> before = output(std::max(begin, g - 1));
+    multiply_group(x.tiles(g), tiles, blocks, sums[g % 2], fetch, g > begin ? before.pieces() : 0, before);
+  }
+  const GroupOutput<O> last = output(end - 1);
+  for (int i = 0; i < last.pieces(); ++i) last(i);
+}
+
+// multiply_all for more than 32 rows of bfloat16, by matrix tiles.
+template <class O>
+void multiply_all_groups(const Linear<bf16, O>& l, long rows, int threads) {
+  const RowGroups x(reinterpret_cast<const uint32_t*>(l.x), l.steps(), rows);
+  const char* stream =
+      l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
+  const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);
+  const long most = std::clamp(kRowsInL2 / (2L * kGroupRows * l.in), 4L, 16L);  // groups for each reading of a panel
+  const Shares shares = {x.groups(), l.panels(), threads, most, 1};
+  parallel_for(threads, shares.items(), [&](long i) {
+    shares.run(i, [&](long panel, long begin, long end, long next) {
+      if (begin < end)
+        multiply_groups(l, x, begin, end, panel, next < l.panels() ? stream + next * panel_bytes : nullptr);
+    });
+  });
+}
+
 // Multiplies rows [begin, begin + count) with one panel. `next` is the panel to prefetch, or null.
 template <class T, class O>
 void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, const char* next) {
@@ -220,6 +307,8 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   // With less work one thread does it all. This much takes it about 7 microseconds; waking threads takes 3.
   constexpr long kOneThreadWork = 900000;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kOneThreadWork) threads = 1;
+  if constexpr (kTiles && sizeof(T) == 2)
+    if (rows > kGroupRows) return multiply_all_groups(l, rows, threads);
   const char* stream =
       l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
   const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);

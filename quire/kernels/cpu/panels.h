@@ -19,8 +19,9 @@ INLINE void with_rows(long count, const Work& work) {
 // thread gets the same number of whole panels, and the remaining panels are divided among all threads by rows.
 struct Shares {
   long rows, panels, threads;
-  long blocks = (rows + kRowBlock - 1) / kRowBlock;
-  bool even = blocks == 1 && panels >= threads && panels % threads && rows >= 4 * threads;
+  long row_block = kRowBlock, least_rows = 4;  // that a thread gets of a panel that is divided
+  long blocks = (rows + row_block - 1) / row_block;
+  bool even = blocks == 1 && panels >= threads && panels % threads && rows >= least_rows * threads;
   long whole = panels / threads, cut = panels % threads;
 
   long items() const { return even ? (whole + cut) * threads : panels * blocks; }
