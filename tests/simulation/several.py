@@ -264,12 +264,12 @@ def simulated(network: Network, client: EngineClient) -> ManagerDependencies:
     """What stands for the machine's processes and sockets. `client`: of the engine."""
     child: Any = _Child
     sockets: Any = _Sockets
-    return ManagerDependencies(lambda config: client, child, sockets, wires(network), _signals_told, connect)
+    return ManagerDependencies(lambda config: client, child, sockets, wires(network), _hand_over_signals, connect)
 
 
 @contextmanager
-def _signals_told(tell: Callable[[int], None]) -> Iterator[None]:
+def _hand_over_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
     server = PROCESS.get()
     assert isinstance(server, SharedServer)
-    server.on_signal = tell
+    server.on_signal = on_signal
     yield

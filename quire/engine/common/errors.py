@@ -51,9 +51,6 @@ class PreviousResponseNotFound(InvalidRequest):
 
     code = "previous_response_not_found"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, param="previous_response_id")
-
 
 class AdapterError(InvalidRequest):
     code = "invalid_adapter"

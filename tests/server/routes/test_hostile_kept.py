@@ -187,7 +187,7 @@ async def test_expiring_stream_is_read_to_end_by_open_reader(tmp_path: Path) -> 
 async def test_unwritable_data_dir_is_reported_by_health_and_metrics(tmp_path: Path) -> None:
     """GET /health reports it too, until writes succeed again."""
     async with keeping(tmp_path) as api:
-        assert not (await api.http.get("/health")).content
+        assert (await api.http.get("/health")).json() == {"status": "ok"}
         file = tmp_path / "responses.sqlite3"
         os.rename(file, tmp_path / "away")
         error = (await api.post("/v1/conversations", {}, 503))["error"]
@@ -198,5 +198,5 @@ async def test_unwritable_data_dir_is_reported_by_health_and_metrics(tmp_path: P
         assert (health.status_code, "removed" in health.json()["data_dir"]) == (200, True)
         os.rename(tmp_path / "away", file)
         assert f'quire:data_dir_refuses{{model_name="{NAME}"}} 0.0' in (await api.http.get("/metrics")).text
-        assert not (await api.http.get("/health")).content
+        assert (await api.http.get("/health")).json() == {"status": "ok"}
         await api.post("/v1/conversations", {})

@@ -120,9 +120,8 @@ def check_history_size(num_bytes: int, num_items: int) -> None:
 
 
 def previous_response_not_found(response_id: str) -> PreviousResponseNotFound:
-    return PreviousResponseNotFound(
-        f"previous_response_id: the response `{response_id}` is not stored here, or it has expired"
-    )
+    message = f"previous_response_id: the response `{response_id}` is not stored here, or it has expired"
+    return PreviousResponseNotFound(message, param="previous_response_id")
 
 
 def _history_error(why: str) -> InvalidRequest:

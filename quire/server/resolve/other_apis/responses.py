@@ -36,6 +36,7 @@ from quire.server.resolve.other_apis.chat_conversion import (
 from quire.server.resolve.other_apis.fingerprints import fingerprint_response_prompt
 from quire.server.resolve.other_apis.history import (
     NO_STORE_MESSAGE,
+    StoredItem,
     WebSocketHistory,
     conversation_items,
     load_referenced_items,
@@ -49,7 +50,6 @@ from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
-from quire.server.store.response_store import StoredItem
 
 ITEM_ADAPTER: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 ITEMS_ADAPTER: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
@@ -131,8 +131,8 @@ def resolve_response(
     )
     (prompt,) = resolved.request.prompts
     fingerprint = fingerprint_response_prompt(body, chat, prompt, [*earlier, *items])
-    compared_id = body.prompt_cache_options.comparison_response_id
-    return resolved.with_responses_fields(fields, prompt_only=not body.generate).with_fingerprint(fingerprint, compared_id)
+    resolved = resolved.with_responses_fields(fields, prompt_only=not body.generate)
+    return resolved.with_fingerprint(fingerprint, body.prompt_cache_options.comparison_response_id)
 
 
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
