@@ -135,13 +135,11 @@ SUITES = {
     "few bits": ["tests/engine/test_quantization.py", "-k", "alone_together and bfloat16"],
     "8-bit KV": ["tests/engine/test_kv_cache.py", "-k", "alone_together and bfloat16"],
     "experts": ["tests/engine/models/test_moe_fields.py", "-k", "depend_on_batching and bfloat16"],
-    "recorded layers": ["tests/engine/models/test_fused_layers.py", "-k", "bfloat16"],
+    "recorded layers": ["tests/engine/models/test_fused_layers.py", "-m", "not gpu and not slow", "-k", "bfloat16"],
     "adapters": ["tests/engine/lora/test_together.py", "-k", "quantized_model_does_not_depend"],
     "ranks": ["tests/engine/test_ranks.py", "-k", "integer_products and int8"],
     "divided tokens": [
         "tests/engine/test_divided_tokens.py",
-        "-m",
-        "not gpu",
         "-k",
         "bits_of_ranks and llama-2-bfloat16",
     ],
@@ -160,7 +158,7 @@ SUITES = {
 @pytest.mark.parametrize("suite", SUITES)
 def test_batch_invariance_suites_pass_with_amx(suite: str, machine: Machine) -> None:
     assert backend_description(machine) == f"compiled kernels, {native_library.ISAS[trapped.AMX]}"
-    chosen = ["-p", "no:cacheprovider", "-m", "not gpu and not slow", *SUITES[suite]]
+    chosen = ["-p", "no:cacheprovider", "-m", "not gpu", *SUITES[suite]]
     done = machine.run("-m", "pytest", *chosen, timeout=1700, QUIRE_LOSSLESS_EXAMPLES="5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

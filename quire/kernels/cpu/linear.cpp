@@ -172,25 +172,19 @@ void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, co
   }
 }
 
-// The same of rows [begin, begin + count), as multiply_rows.
+// The same of up to 32 rows [begin, begin + count), as multiply_rows.
 template <class O>
 void multiply_rows_by_tiles(const Linear<bf16, O>& l, long begin, long count, long panel, const char* next) {
   const uint32_t* words = l.packed ? l.packed + panel * l.steps() * kPanel : nullptr;
-  uint32_t* kept = nullptr;
   if (l.compressed && count > kTileRows) {  // the first 16 rows decompress it for the others
-    kept = reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
+    auto* kept = reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
     multiply_tiles(l, begin, kTileRows, panel, nullptr, kept, Prefetch());
     words = kept, begin += kTileRows, count -= kTileRows;
   }
-  const long groups = (count + kMostTileRows - 1) / kMostTileRows;
-  const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
-  for (long g = 0; g < groups; ++g) {
-    const long row = count * g / groups, line = lines * g / groups;
-    Prefetch prefetch;
-    if (next) prefetch = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
-    if (l.meanwhile && g > 0) prefetch.extra = l.meanwhile->take(l.steps());
-    multiply_tiles(l, begin + row, static_cast<int>(count * (g + 1) / groups - row), panel, words, nullptr, prefetch);
-  }
+  const int stride = l.compressed ? kCompressedStep : 4 * kPanel;
+  Prefetch prefetch;
+  if (next) prefetch = {next, stride / 64, stride};
+  multiply_tiles(l, begin, static_cast<int>(count), panel, words, nullptr, prefetch);
 }
 
 // The tiles of a panel; what is not stored as they need it is written to this thread's scratch memory.
