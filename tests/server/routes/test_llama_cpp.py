@@ -115,7 +115,7 @@ async def test_vim_infill_gets_fields_it_asks_for() -> None:
     assert {PAD, REPOSITORY, FILE} == set(params.stop_token_ids), "llama.cpp ends an answer at these too"
 
 
-async def test_infill_prompt_of_qwen_is_llama_cpps() -> None:
+async def test_infill_prompt_of_qwen_equals_llama_cpps() -> None:
     """format_prompt_infill of llama.cpp's server-common.cpp (006639c)."""
     async with open_coder(FakeEngine(hashed(b"a"))) as api:
         await api.post("/infill", {**VIM, "n_predict": 1})
@@ -144,7 +144,7 @@ async def test_infill_adds_no_sentencepiece_spaces_between_parts(api: Api) -> No
     assert last_ids(api) == [1, before, spaced, bare, between, bare, middle]
 
 
-async def test_long_infill_keeps_what_is_near_the_cursor() -> None:
+async def test_long_infill_keeps_text_near_the_cursor() -> None:
     """Context 512: a window of 256 tokens, 192 of the prefix and 64 of marks, line and suffix; 224 of other files."""
     async with open_coder(FakeEngine(hashed(b"a"), max_model_len=512)) as api:
         chunks = [{"text": text * 200, "filename": "f"} for text in "xyz"]
@@ -240,7 +240,7 @@ async def test_streamed_completion_assembles_to_whole(text: str, most: int, burs
         ("a\nb", {"n_indent": 2}, "limit", ""),
     ],
 )
-async def test_stop_type_tells_why_answer_ended(text: str, fields: dict[str, Any], stop_type: str, word: str) -> None:
+async def test_stop_type_is_reason_for_end(text: str, fields: dict[str, Any], stop_type: str, word: str) -> None:
     async with open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS])) as api:
         answer = await api.post("/completion", {"prompt": "Hi", **fields})
     assert (answer["stop_type"], answer["stopping_word"], answer["truncated"]) == (stop_type, word, False)
@@ -342,7 +342,7 @@ async def test_invalid_bodies_get_llama_cpps_error(api: Api, path: str, body: di
     assert words in error["message"]
 
 
-async def test_too_long_prompt_tells_both_counts() -> None:
+async def test_too_long_prompt_error_has_both_token_counts() -> None:
     async with open_api(FakeEngine(hashed(b"a"), max_model_len=64)) as api:
         error = (await api.post("/completion", {"prompt": "a" * 100}, 400))["error"]
     assert error["type"] == "exceed_context_size_error"
@@ -394,6 +394,6 @@ async def test_slots_show_load_and_nothing_of_requests() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_props_and_health_have_what_plugins_read(api: Api) -> None:
+async def test_props_and_health_have_fields_that_plugins_read(api: Api) -> None:
     assert (await api.http.get("/props")).json()["default_generation_settings"]["n_ctx"] == 512
     assert (await api.http.get("/health")).json()["status"] == "ok"

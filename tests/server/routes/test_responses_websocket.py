@@ -27,7 +27,7 @@ from tests.server.resolve.test_tool_requests import HERMES
 from tests.server.routes.test_responses import PATCHED, PATH, TOOLS, TWO, WEATHER
 from tests.server.routes.test_streams import read_stream
 from tests.server.scripted import TEMPLATE, ScriptedEngine
-from tests.server.websocket_client import BINARY, TEXT, connected, frame
+from tests.server.websocket_client import BINARY, TEXT, frame, open_websocket
 
 EOS = 258
 SERVER_EVENTS = {
@@ -67,7 +67,7 @@ async def test_websocket_sends_same_events_as_stream(stream_id: str | None) -> N
     async with (
         serving(engine, chat_template=HERMES, reasoning_parser="think") as port,
         httpx.AsyncClient(base_url=port.url) as http,
-        connected(port.number) as socket,
+        open_websocket(port.number) as socket,
     ):
         streamed = events_of((await http.post(PATH, json={**body, "stream": True})).text)
         await socket.create(**body, **lane)
@@ -91,7 +91,7 @@ async def test_twenty_tool_turns_have_prompts_of_whole_conversation(
     async with serving(ScriptedEngine(turns), **settings) as port:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         talk: list[Any] = [{"role": "user", "content": "Weather?"}]
-        async with connected(port.number) as socket:
+        async with open_websocket(port.number) as socket:
             answer = await socket.answer(**about, input=talk)
             for _ in range(20):
                 (item,) = answer["output"]
@@ -109,7 +109,7 @@ async def test_twenty_tool_turns_have_prompts_of_whole_conversation(
 
 async def test_lanes_run_together_and_each_in_order() -> None:
     engine = FakeEngine(LETTERS, step_seconds=0.005)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         for lane in ("a", "b", "a"):
             await socket.create(model=NAME, input="Hi", max_output_tokens=10, stream_id=lane)
         events: list[Any] = []
@@ -123,7 +123,7 @@ async def test_lanes_run_together_and_each_in_order() -> None:
 
 
 async def test_conversation_forks_to_another_lane_and_ends_with_its_connection() -> None:
-    async with serving(speaker("Yes."), chat_template=HERMES) as port, connected(port.number) as socket:
+    async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         first = await socket.answer(model=NAME, input="One", stream_id="a")
         fork = await socket.answer(model=NAME, input="Two", stream_id="b", previous_response_id=first["id"])
@@ -132,7 +132,7 @@ async def test_conversation_forks_to_another_lane_and_ends_with_its_connection()
         again = await socket.answer(model=NAME, input="Three", stream_id="a", previous_response_id=first["id"])
         assert "Two" not in prompt(engine.seen[-1])
         lost = await socket.answer(model=NAME, input="Four", stream_id="a", previous_response_id=first["id"])
-        async with connected(port.number) as other:
+        async with open_websocket(port.number) as other:
             foreign = await other.answer(model=NAME, input="Five", previous_response_id=again["id"])
         for error in checked([lost, foreign]):
             assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
@@ -150,11 +150,11 @@ async def test_conversation_forks_to_another_lane_and_ends_with_its_connection()
 async def test_stored_response_continues_on_another_connection(tmp_path: Path) -> None:
     async with serving(speaker("Yes."), chat_template=HERMES, data_dir=tmp_path) as port:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
-        async with connected(port.number) as socket:
+        async with open_websocket(port.number) as socket:
             first = await socket.answer(model=NAME, input="One")
             second = await socket.answer(model=NAME, input="Two", previous_response_id=first["id"])
             assert second["store"] is True
-        async with connected(port.number) as socket, httpx.AsyncClient(base_url=port.url) as http:
+        async with open_websocket(port.number) as socket, httpx.AsyncClient(base_url=port.url) as http:
             assert (await http.get(f"{PATH}/{second['id']}")).json() == second
             third = await socket.answer(model=NAME, input="Three", previous_response_id=second["id"], store=False)
             assert re.findall("One|Two|Three", prompt(engine.seen[-1])) == ["One", "Two", "Three"]
@@ -167,7 +167,7 @@ async def test_stored_response_continues_on_another_connection(tmp_path: Path) -
 
 
 async def test_response_that_generates_nothing_can_be_continued() -> None:
-    async with serving(speaker("Yes."), chat_template=HERMES) as port, connected(port.number) as socket:
+    async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         await socket.create(model=NAME, input="One", generate=False, tools=TOOLS, max_output_tokens=7)
         events = checked(await socket.events())
@@ -206,7 +206,7 @@ WRONG_EVENTS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
 
 
 async def test_wrong_events_name_their_field_and_connection_goes_on() -> None:
-    async with serving(speaker("Yes."), chat_template=HERMES) as port, connected(port.number) as socket:
+    async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         for name, (event, param, code) in WRONG_EVENTS.items():
             await socket.send({"model": NAME, "input": "Hi", **event})
             (error,) = checked([await socket.receive()])
@@ -229,7 +229,7 @@ async def test_wrong_events_name_their_field_and_connection_goes_on() -> None:
 
 
 async def test_thirty_third_named_lane_is_refused_and_known_ones_go_on() -> None:
-    async with serving(speaker("Y")) as port, connected(port.number) as socket:
+    async with serving(speaker("Y")) as port, open_websocket(port.number) as socket:
         for number in range(32):
             assert (await socket.answer(model=NAME, input="Hi", stream_id=f"l{number}", generate=False))["id"]
         error = await socket.answer(model=NAME, input="Hi", stream_id="l32")
@@ -240,7 +240,7 @@ async def test_thirty_third_named_lane_is_refused_and_known_ones_go_on() -> None
 
 async def test_sixteen_responses_run_and_sixty_four_more_wait() -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.01)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         for number in range(20):
             await socket.create(model=NAME, input="Hi", max_output_tokens=9000, stream_id=f"l{number}")
         created = set()
@@ -258,7 +258,7 @@ async def test_sixteen_responses_run_and_sixty_four_more_wait() -> None:
 async def test_disconnect_aborts_all_lanes() -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     async with serving(engine) as port:
-        async with connected(port.number) as socket:
+        async with open_websocket(port.number) as socket:
             for lane in ("a", "a", "b"):
                 await socket.create(model=NAME, input="Hi", max_output_tokens=90_000, stream_id=lane)
             while len(engine.running) < 2:
@@ -274,7 +274,7 @@ async def test_interrupted_response_is_resumed_as_a_stream(headers: list[str], t
     body: dict[str, Any] = {"model": NAME, "input": "Hi", "max_output_tokens": 40, "seed": 1}
     engine = FakeEngine(LETTERS, step_seconds=0.005)
     async with serving(engine, data_dir=tmp_path) as port:
-        async with connected(port.number, *headers) as socket:
+        async with open_websocket(port.number, *headers) as socket:
             await socket.create(**body, stream_id="a")
             for _ in range(10):
                 event = await socket.receive()
@@ -289,7 +289,7 @@ async def test_interrupted_response_is_resumed_as_a_stream(headers: list[str], t
 
 async def test_drained_server_finishes_responses_and_closes_with_going_away() -> None:
     engine = FakeEngine(LETTERS, step_seconds=0.01)
-    async with serving(engine) as port, connected(port.number) as socket, connected(port.number) as idle_one:
+    async with serving(engine) as port, open_websocket(port.number) as socket, open_websocket(port.number) as idle_one:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40, stream_id="a")
         await socket.receive()
         draining = asyncio.create_task(port.server.drain_requests())
@@ -301,15 +301,15 @@ async def test_drained_server_finishes_responses_and_closes_with_going_away() ->
         (error,) = (each for each in events if each["type"] == "error")
         assert (error["status"], error["stream_id"], error["error"]["headers"]) == (503, "b", {"retry-after": "1"})
         assert len(events[-1]["response"]["output"][0]["content"][0]["text"]) == 40
-        assert await socket.closed() == 1001
-        assert await idle_one.closed() == 1001
+        assert await socket.wait_closed() == 1001
+        assert await idle_one.wait_closed() == 1001
         await draining
 
 
 async def test_connection_ends_after_an_hour_when_its_responses_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses_socket, "MAX_CONNECTION_SECONDS", 0.2)
     engine = FakeEngine(LETTERS, step_seconds=0.01)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40)
         await asyncio.sleep(0.3)
         await socket.create(model=NAME, input="Hi", stream_id="late")
@@ -326,7 +326,7 @@ async def test_connection_ends_after_an_hour_when_its_responses_have_ended(monke
 async def test_each_response_is_logged_counted_and_explained(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "quire.access")
     async with serving(speaker("Yes.")) as port, httpx.AsyncClient(base_url=port.url) as http:
-        async with connected(port.number, "X-Request-Id: mine") as socket:
+        async with open_websocket(port.number, "X-Request-Id: mine") as socket:
             assert socket.headers["x-request-id"] == "mine"
             ids = [(await socket.answer(model=NAME, input="Hi"))["id"] for _ in range(2)]
             assert "quire:websocket_connections 1.0" in (await http.get("/metrics")).text
@@ -345,7 +345,7 @@ async def test_each_response_is_logged_counted_and_explained(caplog: pytest.LogC
 
 async def test_failed_engine_ends_response_with_failed_event() -> None:
     engine = FakeEngine(LETTERS, fail_at=5)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40)
         assert checked(await socket.events())[-1]["type"] == "response.failed"
         assert (await socket.answer(model=NAME, input="Hi", generate=False))["status"] == "completed"

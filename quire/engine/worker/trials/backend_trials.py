@@ -35,7 +35,7 @@ from quire.kernels.reference import ReferenceBackend
 def make_child_trials(
     config: EngineConfig, device: torch.device, get_driver: Callable[[], str | None], progress: Callable[[], None]
 ) -> ChildTrials | None:
-    """A backend that the user names is tried again if it failed before. None if no library computes on the device."""
+    """A backend named by --attention-backend is tried again if it failed before. None unless this is a CUDA device."""
     if device.type != "cuda":
         return None
     return ChildTrials(
@@ -54,7 +54,7 @@ def choose_trials(
     child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
     """The trials run decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this
-    machine. child_trials: for libraries; None: they are tried in this process, too.
+    machine. `child_trials`: for libraries; None: they are tried in this process too.
     """
     if device.type == "cpu":
         return []
@@ -145,7 +145,7 @@ def try_attention(
     probes: Sequence[PagedAttentionProbe], child_trials: ChildTrials | None, backend: Backend
 ) -> str | None:
     if child_trials is not None and isinstance(backend, FlashPagedBackend):
-        return child_trials.failure_reason(backend, probes)
+        return child_trials.find_failure(backend, probes)
     return next((why for each in probes if (why := each(backend)) is not None), None)
 
 
