@@ -1,4 +1,4 @@
-"""Fingerprints of prompts, their comparison, and the memory of them."""
+"""Fingerprints of prompts: how they are compared, and how many are stored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fingerprint(tokens: list[int], messages: list[str], **parts: Any) -> PromptF
     return make_fingerprint({"tools": [], "settings": 0, **parts}, messages, tokens, ()).with_model("m")
 
 
-def test_diagnosis_names_first_changed_part_and_counts_blocks_after_common_beginning() -> None:
+def test_diagnosis_names_first_changed_part_and_counts_blocks_after_common_prefix() -> None:
     earlier = fingerprint(TOKENS, ["a"])
     tools = fingerprint([*TOKENS[:40], -1, *TOKENS[41:], 7], ["b"], tools=[1])
     assert tools.diagnose_change_from(earlier) == CacheDiagnosis("changed", "tools", REUSABLE - 32, REUSABLE)
@@ -43,8 +43,8 @@ def test_diagnosis_is_unchanged_without_lost_blocks_or_changed_parts() -> None:
     earlier = fingerprint(TOKENS, ["a"])
     for later in (
         fingerprint([*TOKENS, 1, 2], ["a", "b"]),
-        fingerprint(TOKENS, ["b"], tools=[1], settings=1),  # no template shows what changed
-        fingerprint(TOKENS[:50], ["b"]),  # a beginning of the earlier prompt
+        fingerprint(TOKENS, ["b"], tools=[1], settings=1),  # the template renders none of the changed parts
+        fingerprint(TOKENS[:50], ["b"]),  # a prefix of the earlier prompt
         fingerprint([-1] * 200, ["a", "b"]),  # the template renders earlier messages differently
     ):
         assert later.diagnose_change_from(earlier) == CacheDiagnosis("unchanged")

@@ -5,7 +5,7 @@ driver.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -32,6 +32,10 @@ _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
 """For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
 wrong scale, a missing key or another sequence's page.
 """
+
+
+def find_first_failure(trials: Iterable[Callable[[Backend], str | None]], backend: Backend) -> str | None:
+    return next((reason for each in trials if (reason := each(backend)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

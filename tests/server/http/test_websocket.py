@@ -44,7 +44,7 @@ LETTERS = hashed(b"abcdefgh")
 PATH = "/v1/responses"
 CREATE = json.dumps({"type": "response.create", "model": NAME, "input": "Hi", "max_output_tokens": 3}).encode()
 HEAD = struct.pack("!BBQ", 0x80 | TEXT, 0x80 | 127, 2**62) + b"\0\0\0\0"
-"""Of a frame of four exabytes."""
+"""Header of a frame of four exabytes."""
 HOSTILE = {
     "an unmasked frame": ([frame(TEXT, CREATE, mask=b"")], 1002),
     "reserved bits": ([bytes([0xF1]) + frame(TEXT, CREATE)[1:]], 1002),
@@ -65,7 +65,7 @@ HOSTILE = {
     "many empty messages": ([frame(TEXT, b"")] * 2000, 1008),
     "binary messages": ([frame(BINARY, b"\0" * 100)] * 101, 1008),
 }
-"""Frames, and the code that the connection is closed with."""
+"""Frames, and the close code that they cause."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -75,7 +75,7 @@ async def test_hostile_frames_close_their_own_connection(name: str) -> None:
         await other.create(model=NAME, input="Hi", max_output_tokens=3)
         async with open_websocket(port.number) as hostile:
             sending = asyncio.create_task(hostile.send_frames(b"".join(frames)))
-            assert await hostile.wait_closed() in (code, 1006), "1006: the error is lost when data arrive after the end"
+            assert await hostile.wait_closed() in (code, 1006), "1006: the close frame may be lost"
             await sending
         assert (await other.events())[-1]["type"] == "response.incomplete"
         assert (await other.answer(model=NAME, input="Hi", max_output_tokens=3))["status"] == "incomplete"
@@ -144,8 +144,8 @@ async def test_client_that_does_not_read_is_cut_off_after_write_timeout() -> Non
 
 
 async def test_client_that_answers_no_pings_stays_while_its_machine_acknowledges_them() -> None:
-    """A simple client answers pings only while it waits for a response. The system ends a connection to a machine that
-    is gone: acknowledgments come from its kernel.
+    """A simple client answers pings only while it waits for a response. Its kernel always acknowledges them, so the
+    server's kernel ends only connections to machines that are gone.
     """
     async with serving(FakeEngine(LETTERS)) as port:
         port.server.config.ws_ping_interval = 0.02
@@ -165,7 +165,7 @@ ORIGINS = {
     "an allowed one": (["Origin: https://a.example"], True),
     "another": (["Origin: https://b.example"], False),
     "another scheme of an allowed one": (["Origin: http://a.example"], False),
-    "one that ends alike": (["Origin: https://x127.0.0.1"], False),
+    "one with the same ending": (["Origin: https://x127.0.0.1"], False),
     "another port": (["Origin: http://127.0.0.1:81"], False),
     "a sandboxed page's": (["Origin: null"], False),
     "an empty one": (["Origin: "], False),
@@ -273,7 +273,7 @@ async def test_websocket_below_root_path_is_served() -> None:
 
 
 async def test_independent_library_continues_a_conversation() -> None:
-    """websocket-client, with which OpenAI's guide began."""
+    """websocket-client, which OpenAI's guide used first."""
 
     def talk(url: str) -> list[str]:
         client = websocket.create_connection(url, timeout=30, header=["Authorization: Bearer none"])
@@ -305,7 +305,7 @@ async def test_memory_of_cached_responses_is_bounded_and_returned() -> None:
     for lane, id, size in (("1", "resp_1", 200), ("1", "resp_2", 300), ("2", "resp_3", 500)):
         lanes.add_event(CreateEvent(lane, None, f"{id} {size}".encode()))
         await asyncio.gather(*lanes.tasks)
-    assert lanes.find_cached_response("resp_1") is None, "the lane went on"
+    assert lanes.find_cached_response("resp_1") is None, "the lane has a newer response"
     assert lanes.find_cached_response("resp_2") is not None
     assert lanes.find_cached_response("resp_3") is None, "there is no room"
     assert budget.total_used == 600

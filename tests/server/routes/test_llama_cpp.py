@@ -1,5 +1,5 @@
 """llama.cpp's /infill, /completion and /slots: bodies as llama.vim (autoload/llama.vim, a1c8e6e) and llama.vscode
-(src/llama-server.ts, 3938fb3) send them, and what both read.
+(src/llama-server.ts, 3938fb3) send them, and the fields that both read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.texts import sentence_piece_tokenizer
 EOS = 258
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 PREFIX, SUFFIX, MIDDLE, PAD, REPOSITORY, FILE = range(259, 265)
-"""Their ids after those of the byte-level tokenizer."""
+"""Their token ids, which follow those of the byte-level tokenizer."""
 VIM_FIELDS = ["content", *(f"timings/{phase}_{name}" for phase in ("prompt", "predicted") for name in ("n", "ms"))]
 VIM_FIELDS += [f"timings/{phase}_per_{name}" for phase in ("prompt", "predicted") for name in ("token_ms", "second")]
 VIM_FIELDS += ["truncated", "tokens_cached"]
@@ -86,7 +86,7 @@ VSCODE: dict[str, Any] = {
 
 @asynccontextmanager
 async def open_coder(engine: FakeEngine, names: Sequence[str] = QWEN, **options: Any) -> AsyncIterator[Api]:
-    """The model has these special tokens."""
+    """`names`: special tokens that the tokenizer gets."""
     async with open_api(engine, **options) as api:
         model = api.runtime.model
         model.tokenizer.backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
@@ -106,7 +106,7 @@ async def test_vim_infill_gets_fields_it_asks_for() -> None:
     assert response.text.startswith('{"content":"'), "the plugin's pattern for an answer"
     assert (body["content"], body["truncated"]) == ("return 1", False)
     prompt = len(last_ids(api))
-    cached = prompt // 2  # of the fake engine
+    cached = prompt // 2  # by the fake engine
     assert (body["timings/prompt_n"], body["timings/predicted_n"]) == (prompt - cached, 9)
     assert body["tokens_cached"] == prompt + 9
     assert response.headers["x-ignored-params"] == "id_slot, t_max_prompt_ms"
@@ -123,7 +123,7 @@ async def test_infill_prompt_of_qwen_equals_llama_cpps() -> None:
         assert last_ids(api) == [*expected, PREFIX, *b"def f():\n", *b"    ", SUFFIX, *b"\n", MIDDLE]
         await api.post("/infill", {"input_prefix": "a<|fim_middle|>", "input_suffix": "b", "n_predict": 1})
         whole = [REPOSITORY, *b"myproject\n", FILE, *b"filename\n", PREFIX, *b"a<|fim_middle|>", SUFFIX, *b"b", MIDDLE]
-        assert last_ids(api) == whole, "special tokens in source code are text"
+        assert last_ids(api) == whole, "special tokens in source code are treated as text"
 
 
 async def test_infill_without_repository_tokens_marks_snippets() -> None:

@@ -34,7 +34,7 @@ SERVER_EVENTS = {
     get_args(each.model_fields["type"].annotation)[0]: TypeAdapter(each)
     for each in get_args(get_args(ResponsesServerEvent)[0])
 }
-"""Validators of what OpenAI's server sends over a WebSocket, by event type."""
+"""Validators of OpenAI's WebSocket server events, by event type."""
 LETTERS = hashed(b"abcdefgh")
 
 
@@ -42,14 +42,14 @@ def speaker(text: str, **options: Any) -> FakeEngine:
     return FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=4096, **options)
 
 
-def checked(events: Sequence[Any]) -> list[Any]:
+def validate_events(events: Sequence[Any]) -> list[Any]:
     for event in events:
         SERVER_EVENTS[event["type"]].validate_python(event, strict=True)
     return list(events)
 
 
-def masked(events: Sequence[Any]) -> str:
-    """Without what differs between two answers to one request."""
+def mask_ids(events: Sequence[Any]) -> str:
+    """JSON without the fields that differ between two answers to the same request."""
     text = json.dumps([{name: value for name, value in event.items() if name != "stream_id"} for event in events])
     text = re.sub(r'"(resp|msg|rs|fc|ctc|call)_?[^"]*"', '"id"', text)
     return re.sub(r'"(created_at|completed_at)": \d+', '"at": 0', text)
@@ -71,8 +71,8 @@ async def test_websocket_sends_same_events_as_stream(stream_id: str | None) -> N
     ):
         streamed = events_of((await http.post(PATH, json={**body, "stream": True})).text)
         await socket.create(**body, **lane)
-        events = checked(await socket.events(stream_id))
-    assert masked(events) == masked(streamed)
+        events = validate_events(await socket.events(stream_id))
+    assert mask_ids(events) == mask_ids(streamed)
     assert len(events) > 50
     assert engine.seen[0].prompt_ids == engine.seen[1].prompt_ids
 
@@ -115,11 +115,11 @@ async def test_lanes_run_together_and_each_in_order() -> None:
         events: list[Any] = []
         while sum(event["type"] == "response.incomplete" for event in events) < 3:
             events.append(await socket.receive())
-    order = [(event["stream_id"], event["type"]) for event in checked(events)]
+    order = [(event["stream_id"], event["type"]) for event in validate_events(events)]
     ends = [at for at, each in enumerate(order) if each == ("a", "response.incomplete")]
     begins = [at for at, each in enumerate(order) if each == ("a", "response.created")]
     assert begins[0] < ends[0] < begins[1] < ends[1]
-    assert order.index(("b", "response.created")) < ends[0], "another lane does not wait"
+    assert order.index(("b", "response.created")) < ends[0], "other lanes do not wait"
 
 
 async def test_conversation_forks_to_another_lane_and_ends_with_its_connection() -> None:
@@ -134,12 +134,12 @@ async def test_conversation_forks_to_another_lane_and_ends_with_its_connection()
         lost = await socket.answer(model=NAME, input="Four", stream_id="a", previous_response_id=first["id"])
         async with open_websocket(port.number) as other:
             foreign = await other.answer(model=NAME, input="Five", previous_response_id=again["id"])
-        for error in checked([lost, foreign]):
+        for error in validate_events([lost, foreign]):
             assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
             assert error["error"]["param"] == "previous_response_id"
         assert lost["stream_id"] == "a"
         resumed = await socket.answer(model=NAME, input="Six", stream_id="b", previous_response_id=fork["id"])
-        assert resumed["status"] == "completed", "an error costs its own event"
+        assert resumed["status"] == "completed", "an error ends only its own request"
         reference = {"type": "item_reference", "id": resumed["output"][0]["id"]}
         about = {"model": NAME, "previous_response_id": resumed["id"], "stream_id": "b"}
         assert (await socket.answer(**about, input=[reference, {"role": "user", "content": "!"}]))["status"]
@@ -170,7 +170,7 @@ async def test_response_that_generates_nothing_can_be_continued() -> None:
     async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         await socket.create(model=NAME, input="One", generate=False, tools=TOOLS, max_output_tokens=7)
-        events = checked(await socket.events())
+        events = validate_events(await socket.events())
         kinds = [event["type"] for event in events]
         assert kinds == ["response.created", "response.in_progress", "response.completed"]
         warm = events[-1]["response"]
@@ -209,7 +209,7 @@ async def test_wrong_events_name_their_field_and_connection_goes_on() -> None:
     async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         for name, (event, param, code) in WRONG_EVENTS.items():
             await socket.send({"model": NAME, "input": "Hi", **event})
-            (error,) = checked([await socket.receive()])
+            (error,) = validate_events([await socket.receive()])
             assert error["type"] == "error", (name, error)
             assert error["status"] == (404 if code == "model_not_found" else 400), name
             assert (error["error"]["code"], code or error["error"]["param"]) == (code, code or param), (name, error)
@@ -222,7 +222,7 @@ async def test_wrong_events_name_their_field_and_connection_goes_on() -> None:
         assert "binary" in (await socket.receive())["error"]["message"]
         steer = {"type": "response.steer", "previous_response_id": "resp_1", "input": "Stop."}
         await socket.send(steer)
-        (failed,) = checked([await socket.receive()])
+        (failed,) = validate_events([await socket.receive()])
         assert failed["error"]["code"] == "steering_not_supported"
         assert failed["steer"] == {"previous_response_id": "resp_1", "input": "Stop."}
         assert (await socket.answer(model=NAME, input="Hi"))["status"] == "completed"
@@ -280,10 +280,10 @@ async def test_interrupted_response_is_resumed_as_a_stream(headers: list[str], t
                 event = await socket.receive()
             id = event["item_id"].removeprefix("msg_")[:-4]
         await idle(engine)
-        assert bool(engine.aborted) == (not headers), "it goes on without its reader only if it was asked to"
+        assert bool(engine.aborted) == (not headers), "it continues without a reader only on request"
         resumed = events_of((await read_stream(port.url, f"/v1/streams/resp_{id}")).decode())
         whole = events_of((await read_stream(port.url, PATH, body)).decode())
-    assert masked(resumed) == masked(whole)
+    assert mask_ids(resumed) == mask_ids(whole)
     assert folded(resumed)["id"] == f"resp_{id}"
 
 
@@ -316,7 +316,7 @@ async def test_connection_ends_after_an_hour_when_its_responses_have_ended(monke
         events = []
         while (event := await socket.receive()) is not None:
             events.append(event)
-    errors = [event for event in checked(events) if event["type"] == "error"]
+    errors = [event for event in validate_events(events) if event["type"] == "error"]
     assert [error["error"]["code"] for error in errors] == ["websocket_connection_limit_reached"] * 2
     assert [error.get("stream_id") for error in errors] == ["late", None]
     assert [event["type"] for event in events[-2:]] == ["response.incomplete", "error"]
@@ -347,5 +347,5 @@ async def test_failed_engine_ends_response_with_failed_event() -> None:
     engine = FakeEngine(LETTERS, fail_at=5)
     async with serving(engine) as port, open_websocket(port.number) as socket:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40)
-        assert checked(await socket.events())[-1]["type"] == "response.failed"
+        assert validate_events(await socket.events())[-1]["type"] == "response.failed"
         assert (await socket.answer(model=NAME, input="Hi", generate=False))["status"] == "completed"

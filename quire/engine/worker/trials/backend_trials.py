@@ -25,7 +25,7 @@ from quire.kernels.backend_selection import BackendTrial
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
-from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
+from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe, find_first_failure
 from quire.kernels.probes.mla_probe import MLAProbe
 from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.probes.serial_context_parallel import SerialContextParallel
@@ -138,7 +138,7 @@ def _make_trial(
             RecurrenceProbe(device, dtype, *each, capture=capture)
             for each in make_dummy_recurrence_params(spec, device)
         ]
-    return lambda backend: next((why for each in trials if (why := each(backend)) is not None), None)
+    return partial(find_first_failure, trials)
 
 
 def try_attention(
@@ -146,7 +146,7 @@ def try_attention(
 ) -> str | None:
     if child_trials is not None and isinstance(backend, FlashPagedBackend):
         return child_trials.find_failure(backend, probes)
-    return next((why for each in probes if (why := each(backend)) is not None), None)
+    return find_first_failure(probes, backend)
 
 
 def _run_trial_with_context_parallel(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:

@@ -22,7 +22,7 @@ from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.worker.trials.trial_request import READY, TrialRequest, TrialVerdict
 from quire.engine.worker.trials.trial_verdicts import VerdictKey, read_verdict, verdict_path, write_verdict
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
-from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.probes.backend_probe import PagedAttentionProbe, find_first_failure
 
 log = logging.getLogger("quire.engine")
 
@@ -60,7 +60,7 @@ class ChildTrials:
         outcome = self._run_child(key.request)
         if outcome is None:
             log.warning("no child process can use the GPU, so %s is tried in the engine process", backend.name)
-            return next((why for each in probes if (why := each(backend)) is not None), None)
+            return find_first_failure(probes, backend)
         is_saved = outcome.is_lasting and write_verdict(path, key, outcome.verdict)
         return _with_retry_hint(outcome.verdict.failure, backend.name, path if is_saved else None)
 
