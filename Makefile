@@ -35,7 +35,7 @@ help:
 	@echo 'make mutants [SEED=1] [COUNT=200] [PATHS=quire/server] [TESTS=tests/server] [JOBS=1] [RESUME=1] [AGAIN=results]'
 	@echo '    faults that no test notices'
 	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
-	@echo 'make image-check [ARGS="--install folder --kind cpu"]    the Docker image without Docker'
+	@echo 'make image-check [ARGS="--install folder --kind cpu"]    checks the Docker image without Docker'
 	@echo 'make first-flight    make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
 install: $(READY)
@@ -156,7 +156,7 @@ golden: $(READY)
 	@test -n '$(BASE)' || { echo 'Name the commit to compare with: make golden BASE=HEAD~1'; exit 1; }
 	@$(BIN)/python -m tests.golden $(BASE) $(ARGS)
 
-# What the Docker image would install, or, with ARGS="--install folder", its steps in a new environment.
+# Resolves the packages of the Docker image, or, with ARGS="--install folder", runs its Python steps in a new environment.
 image-check: $(READY)
 	@$(BIN)/python -m tests.image_check $(ARGS)
 

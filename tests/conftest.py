@@ -34,8 +34,8 @@ _stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collection makes a million objects and hardly any garbage. The collector would scan them all the while, and later
-    in every test.
+    """Collection creates a million objects and hardly any garbage. Without this, the garbage collector would scan them
+    during collection and in every test.
     """
     gc.disable()
     try:

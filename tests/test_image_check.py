@@ -1,4 +1,4 @@
-"""The check of the Docker image, without an index: what it reads from the Dockerfile and pip's report."""
+"""tests/image_check.py without an index: how it reads the Dockerfile and pip's report."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 
 from tests.image_check import (
     Package,
-    missing_imports,
+    find_missing_imports,
+    find_unpinned,
     normalize,
-    pins,
     python_steps,
+    read_pins,
     read_report,
     third_party_imports,
-    unpinned,
 )
 from tests.tree import ROOT
 
@@ -29,12 +29,12 @@ def test_steps_are_those_of_the_dockerfile_without_apt() -> None:
     assert variables["FLASH_PACKAGE"] == "-r deploy/flash-attn-4.txt"
     assert quire == "pip install --no-deps --no-build-isolation ."
     assert "kernel_compilation.fill" in kernels
-    assert variables["KERNELS"] == "", "what the caller sets stays"
+    assert variables["KERNELS"] == "", "the caller's value is not replaced"
     assert "smollm2" in model
     assert variables["PIP_NO_CACHE_DIR"] == "1"
 
 
-def test_packages_that_nothing_pins_are_reported() -> None:
+def test_unpinned_packages_are_reported() -> None:
     toolkit = 'a_b[x,y]==13.0.3; platform_system == "Linux"'
     report = {
         "install": [
@@ -45,20 +45,20 @@ def test_packages_that_nothing_pins_are_reported() -> None:
             {"metadata": {"name": "e", "version": "2"}},
         ]
     }
-    problems = list(unpinned(read_report(report), {"torch": {"2.13.0"}, "e": {"1"}}))
+    problems = list(find_unpinned(read_report(report), {"torch": {"2.13.0"}, "e": {"1"}}))
     assert problems == [
-        "d: nothing pins 13.9, so another day installs another version",
+        "d: nothing pins 13.9, so later builds may install another version",
         "e: 2 would be installed, and 1 is pinned",
     ]
 
 
 @pytest.mark.slow
 def test_every_import_belongs_to_a_pinned_package() -> None:
-    pinned = [Package(name, "", ()) for name in pins()]
+    pinned = [Package(name, "", ()) for name in read_pins()]
     assert {"torch", "flash-attn-4", "transformers"} <= {each.name for each in pinned}
-    assert not list(missing_imports([*pinned, Package("triton", "", ())]))
+    assert not list(find_missing_imports([*pinned, Package("triton", "", ())]))
     assert "fastapi" in third_party_imports()
     without = [each for each in pinned if each.name != normalize("PyYAML")]
-    assert [each.partition(" imports ")[2] for each in missing_imports([*without, Package("triton", "", ())])] == [
+    assert [each.partition(" imports ")[2] for each in find_missing_imports([*without, Package("triton", "", ())])] == [
         "yaml, of pyyaml: the image lacks it"
     ]

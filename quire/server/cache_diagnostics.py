@@ -1,6 +1,6 @@
-"""Where a prompt departs from an earlier answer's prompt, in OpenAI's and Anthropic's cache diagnostics.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's prompt.
 
-These compare requests, whatever the prefix cache holds; quire/engine/prefix_misses explains what it did not hold.
+They compare requests and ignore what the prefix cache holds. quire/engine/prefix_misses explains actual cache misses.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from quire.server.encoding import encode_ascii_json
 from quire.server.shared_capacity import BytesByOwner
 
 BLOCK_TOKENS = 16
-"""The prefix cache's unit."""
+"""The prefix cache's block size."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
 """Some 70 prompts of 100,000 tokens."""
 MAX_TOTAL_BYTES = 32 << 20
 """For all owners together."""
 _OVERHEAD_BYTES = 700
-"""Of a fingerprint with its id."""
+"""Memory of a fingerprint and its id, beyond the digests."""
 SETTINGS = "settings"
-"""The part of a fingerprint that none of the vendors' reasons names."""
+"""Key of the fingerprint part for which neither vendor has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
 class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
-    """unavailable: no comparison, or none of the vendors' reasons says what changed."""
+    """unavailable: there was no comparison, or no vendor's reason fits the change."""
     changed: str = ""
-    """The first part that changed: one of the fingerprint's, or messages."""
+    """Key of the first fingerprint part that changed, or messages."""
     missed_tokens: int = 0
-    """Tokens of the shorter prompt after the common beginning, in full blocks."""
+    """Tokens of the shorter prompt after the common prefix, in full blocks."""
     reusable_tokens: int = 0
     """Tokens of the earlier prompt, in full blocks."""
 
 
 class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of what a prompt was made of; no texts."""
+    """Digests of a prompt and of the request's parts that it was rendered from. Contains no texts."""
 
     parts: dict[str, bytes]
-    """All but the messages, in the order in which changes are looked for."""
+    """All parts except messages, in the order in which changes are reported."""
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
     """DIGEST_BYTES per BLOCK_TOKENS tokens; without the tokens after the last full block, which are never cached."""
 
     def with_model(self, *identity: str) -> PromptFingerprint:
-        """`identity`: other models' prompts share nothing with this one."""
+        """`identity`: prompts with another one share no blocks with this one."""
         return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
 
     @property
@@ -65,7 +65,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
 
     def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
-        """Both have a model. A changed part that leaves all full blocks as they were is no change."""
+        """Both must have a model. A changed part does not count if all full blocks are equal."""
         num_common = 0
         if self.parts["model"] == earlier.parts["model"]:
             num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
@@ -78,7 +78,9 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """ "" if messages were only appended, so that the chat template renders earlier ones differently."""
+        """ "" if messages were only appended. Blocks may differ even then: a chat template may render earlier messages
+        differently.
+        """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
         return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
 
@@ -105,8 +107,8 @@ def _digest(content: bytes) -> bytes:
 
 
 class RecentPrompts:
-    """Fingerprints of recent answers' prompts, by owner. The least recent are forgotten first: the owner's above its
-    limit, those of the largest owner above the total's.
+    """Fingerprints of recent answers' prompts, by owner. An owner above its limit loses its oldest prompts. Above the
+    total limit, the largest owner does.
     """
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
@@ -119,22 +121,22 @@ class RecentPrompts:
     def total_bytes(self) -> int:
         return self._sizes.total_bytes()
 
-    def remember_prompt(self, owner: str, cache_salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
+    def add_prompt(self, owner: str, cache_salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
         prompts = self._prompts_by_owner.setdefault(owner, OrderedDict())
         if (replaced := prompts.pop((cache_salt, answer_id), None)) is not None:
             self._sizes.add_bytes(owner, -replaced.num_bytes)
         prompts[cache_salt, answer_id] = fingerprint
         self._sizes.add_bytes(owner, fingerprint.num_bytes)
         while self._sizes[owner] > self._max_owner_bytes:
-            self._forget_oldest(owner)
+            self._evict_oldest(owner)
         while self.total_bytes > self._max_total_bytes:
-            self._forget_oldest(self._sizes.largest_owner())
+            self._evict_oldest(self._sizes.largest_owner())
 
     def find_prompt(self, owner: str, cache_salt: str, answer_id: str) -> PromptFingerprint | None:
         prompts = self._prompts_by_owner.get(owner)
         return None if prompts is None else prompts.get((cache_salt, answer_id))
 
-    def _forget_oldest(self, owner: str) -> None:
+    def _evict_oldest(self, owner: str) -> None:
         prompts = self._prompts_by_owner[owner]
         _, oldest = prompts.popitem(last=False)
         self._sizes.add_bytes(owner, -oldest.num_bytes)

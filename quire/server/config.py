@@ -118,7 +118,7 @@ class ServerConfig(EngineConfig):
         60.0, gt=0, description="Seconds that a client may leave its answer unread before it is disconnected"
     )
     max_websockets: int = Field(
-        1000, ge=0, description="Maximum number of open WebSockets, of each API process; 0: only plain HTTP"
+        1000, ge=0, description="Maximum number of open WebSockets per API process; 0: no WebSockets"
     )
     sse_ping: float = Field(
         15.0,
@@ -181,8 +181,8 @@ class ServerConfig(EngineConfig):
     )
     tool_strict_level: ToolStrictLevel = Field(
         "auto",
-        description="Which tool calls follow a grammar; auto: required calls, and those of tools with strict; "
-        "function: all have the format and name a tool; parameter: all tools are strict",
+        description="Which tool calls a grammar constrains; auto: required calls and calls of strict tools; "
+        "function: all calls, to the call format and the name of a tool; parameter: all calls, to the tool's schema",
     )
     strict_tool_calls: bool = Field(
         False, description="Do not take a code block with a tool's name and arguments for a tool call"

@@ -129,7 +129,7 @@ class ServedModel(ServedModelSpec):
         return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
-        """None, and llama.vim's "": the first name. Raises ModelNotFound."""
+        """None, or "" as llama.vim sends it: the first name. Raises ModelNotFound."""
         if not requested_name:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:

@@ -27,7 +27,9 @@ def child_pids(pid: int, module: str) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_server_answers_and_drains_on_unix_socket(count: int, tmp_path: Path) -> None:
-    """The curl line works, an ended API process leaves the socket, SIGTERM finishes a stream and removes the file."""
+    """The curl line works, the socket survives the end of an API process, and SIGTERM finishes a stream and removes the
+    file.
+    """
     path = "quire.sock"
     argv = [sys.executable, "-m", "quire", "serve", "--uds", path, "--api-server-count", str(count), *SMALL]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
@@ -46,10 +48,10 @@ def test_server_answers_and_drains_on_unix_socket(count: int, tmp_path: Path) ->
             if line.startswith("curl"):
                 break
         assert any(line.startswith(f"  ready      {path} after ") for line in printed), printed
-        told = subprocess.run(
+        curl = subprocess.run(
             shlex.split(printed[-1]), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
         )
-        assert told.stdout.rstrip().endswith("data: [DONE]")
+        assert curl.stdout.rstrip().endswith("data: [DONE]")
         with open_client_or_start_server(f"unix:{socket_path}", ServerConfig(), None, None) as http:
             assert http.get("models").status_code == 200, "`quire chat --url unix:…`"
         for pid in child_pids(process.pid, "api_process")[:1] if count > 1 else ():

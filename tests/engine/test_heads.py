@@ -135,7 +135,7 @@ def test_head_drafts_equal_reference_computation(
     method: str, budget: int, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts that are all rejected, and drafts that are all accepted: requests that allow one token only. `memory`:
-    larger steps run out of it, and are computed in parts.
+    steps of more tokens run out of memory and are split.
     """
     model = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)

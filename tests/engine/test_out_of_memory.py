@@ -1,4 +1,4 @@
-"""Steps that run out of memory: a model that holds only some tokens at once gives the answers of one that holds all."""
+"""Steps that run out of memory give the same answers when they are computed in parts."""
 
 from __future__ import annotations
 
@@ -81,24 +81,22 @@ def test_requests_finish_with_the_same_tokens_if_steps_run_out_of_memory(
     answers = run(engine, requests())
     assert comparable(answers) == expected
     assert max(sizes) > max_tokens
-    assert sum(size > max_tokens for size in sizes) <= 9  # it learns what fits
+    assert sum(size > max_tokens for size in sizes) <= 9  # the limit is learned
     cached = run(engine, [request("again", [*SHARED, 78], max_tokens=4)])["again"]
     assert cached.ids == run(make_engine(**options), [request("again", [*SHARED, 78], max_tokens=4)])["again"].ids
 
 
-def test_row_that_runs_out_of_memory_alone_ends_the_engine_as_before(
+def test_single_row_that_runs_out_of_memory_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()
     limit_memory(engine, 0, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError), caplog.at_level(logging.WARNING):
         run(engine, [request("a", [5, 6])])
-    assert "a step of 2 tokens ran out of memory, so steps are computed in parts of 1 tokens" in caplog.text
+    assert "a step of 2 tokens ran out of memory, so steps are split into parts of at most 1 tokens" in caplog.text
 
 
-def test_states_that_a_failed_step_has_advanced_are_not_advanced_again(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_is_not_repeated_if_it_advances_recurrent_states(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "lfm2")
     engine = EngineCore(EngineConfig(model=str(tmp_path), num_kv_blocks=50))
     sizes = limit_memory(engine, 2, monkeypatch)
@@ -134,27 +132,27 @@ def fields(row: ScheduledRequest) -> tuple[str, int, int, bool]:
     return row.request_id, row.start, row.num_tokens, row.should_sample
 
 
-def test_row_that_must_stay_whole_is_not_cut() -> None:
+def test_row_that_cannot_be_split_stays_whole() -> None:
     batch = SchedulerOutput([row("image", 8), row("b", 2)])
     halves = split_batch(batch, lambda row: row.request_id != "image")
     assert [[each.request_id for each in half.scheduled_requests] for half in halves] == [["image"], ["b"]]
     assert split_batch(SchedulerOutput([row("image", 8)]), lambda row: False) == []
 
 
-class Done:
+class FakePendingOutput:
     def result(self) -> ModelRunnerOutput:
         return ModelRunnerOutput({})
 
 
-def test_whole_steps_are_tried_again_after_a_while() -> None:
+def test_whole_step_is_tried_again_after_some_split_steps() -> None:
     tried = list[int]()
     memory = 4
 
-    def compute(batch: SchedulerOutput) -> Done:
+    def compute(batch: SchedulerOutput) -> FakePendingOutput:
         tried.append(num_tokens(batch))
         if tried[-1] > memory:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return Done()
+        return FakePendingOutput()
 
     splitter = StepSplitter(compute, lambda row: True, steps_until_retry=2)
     for _ in range(2):
@@ -168,7 +166,7 @@ def test_whole_steps_are_tried_again_after_a_while() -> None:
 def test_other_errors_are_not_retried() -> None:
     calls = list[int]()
 
-    def compute(batch: SchedulerOutput) -> Done:
+    def compute(batch: SchedulerOutput) -> FakePendingOutput:
         calls.append(1)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

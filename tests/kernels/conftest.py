@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @cache
 def _isas() -> tuple[Any, ...]:
-    """Cases of `cpu`."""
+    """Parameters of the fixture `cpu`."""
     isas = native_library.loadable_isas()
     slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
     isas += [TILES] if trapped.can_trap() else []

@@ -106,7 +106,7 @@ class MixedUpBackend(ReferenceBackend):
 
 
 class WrongForShortPrompts(ReferenceBackend):
-    """Its kernel for prompts whose queries fit one tile of 128 rows is wrong."""
+    """Computes wrong results for prompts whose queries fit one tile of 128 rows."""
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
         out = super().paged_attention(q, k_cache, v_cache, metadata, softmax)

@@ -1,4 +1,4 @@
-"""Fingerprints of prompts, their comparison, and the memory of them."""
+"""Fingerprints of prompts: how they are compared, and how many are stored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fingerprint(tokens: list[int], messages: list[str], **parts: Any) -> PromptF
     return make_fingerprint({"tools": [], "settings": 0, **parts}, messages, tokens, ()).with_model("m")
 
 
-def test_diagnosis_names_first_changed_part_and_counts_blocks_after_common_beginning() -> None:
+def test_diagnosis_names_first_changed_part_and_counts_blocks_after_common_prefix() -> None:
     earlier = fingerprint(TOKENS, ["a"])
     tools = fingerprint([*TOKENS[:40], -1, *TOKENS[41:], 7], ["b"], tools=[1])
     assert tools.diagnose_change_from(earlier) == CacheDiagnosis("changed", "tools", REUSABLE - 32, REUSABLE)
@@ -43,14 +43,14 @@ def test_diagnosis_is_unchanged_without_lost_blocks_or_changed_parts() -> None:
     earlier = fingerprint(TOKENS, ["a"])
     for later in (
         fingerprint([*TOKENS, 1, 2], ["a", "b"]),
-        fingerprint(TOKENS, ["b"], tools=[1], settings=1),  # no template shows what changed
-        fingerprint(TOKENS[:50], ["b"]),  # a beginning of the earlier prompt
+        fingerprint(TOKENS, ["b"], tools=[1], settings=1),  # the template renders none of the changed parts
+        fingerprint(TOKENS[:50], ["b"]),  # a prefix of the earlier prompt
         fingerprint([-1] * 200, ["a", "b"]),  # the template renders earlier messages differently
     ):
         assert later.diagnose_change_from(earlier) == CacheDiagnosis("unchanged")
 
 
-def test_diagnosis_of_prompts_below_block_goes_by_their_parts() -> None:
+def test_diagnosis_of_prompts_below_one_block_compares_their_parts() -> None:
     earlier = fingerprint([1] * 15, ["a"])
     assert fingerprint([2] * 15, ["b"]).diagnose_change_from(earlier) == CacheDiagnosis("changed", "messages")
     assert fingerprint([2] * 80, ["a", "b"]).diagnose_change_from(earlier) == CacheDiagnosis("unchanged")
@@ -65,7 +65,7 @@ def test_diagnosis_of_other_model_loses_all_blocks() -> None:
     assert later.diagnose_change_from(earlier) == CacheDiagnosis("changed", "model", REUSABLE, REUSABLE)
 
 
-def test_diagnosis_tells_images_apart_by_content() -> None:
+def test_diagnosis_distinguishes_images_by_content() -> None:
     cat, dog = (
         make_fingerprint({}, [name.decode()], [9] * 64, [MediaSpan(start=20, count=8, digest=name * 16)]).with_model(
             "m"
@@ -105,7 +105,7 @@ def test_fingerprint_holds_no_text_and_few_bytes_per_token() -> None:
 def test_recent_prompts_are_found_only_by_owner_and_salt() -> None:
     recent = RecentPrompts()
     one = fingerprint(TOKENS, ["a"])
-    recent.remember_prompt("me", "salt", "msg_1", one)
+    recent.add_prompt("me", "salt", "msg_1", one)
     assert recent.find_prompt("me", "salt", "msg_1") is one
     for other in (("you", "salt", "msg_1"), ("me", "", "msg_1"), ("me", "salt", "msg_2")):
         assert recent.find_prompt(*other) is None
@@ -115,10 +115,10 @@ def test_recent_prompts_are_found_only_by_owner_and_salt() -> None:
 def test_recent_prompts_forget_oldest_of_large_owners(limit: int) -> None:
     one = fingerprint(TOKENS, ["a"])
     recent = RecentPrompts(max_owner_bytes=5 * one.num_bytes, max_total_bytes=limit and 8 * one.num_bytes)
-    recent.remember_prompt("small", "", "msg_0", one)
+    recent.add_prompt("small", "", "msg_0", one)
     for number in range(20):
-        recent.remember_prompt("large", "", f"msg_{number}", one)
-        recent.remember_prompt("large", "", f"msg_{number}", one)
+        recent.add_prompt("large", "", f"msg_{number}", one)
+        recent.add_prompt("large", "", f"msg_{number}", one)
     known = [number for number in range(20) if recent.find_prompt("large", "", f"msg_{number}")]
     if not limit:
         assert (known, recent.total_bytes) == ([], 0)
@@ -126,7 +126,7 @@ def test_recent_prompts_forget_oldest_of_large_owners(limit: int) -> None:
     assert known == [15, 16, 17, 18, 19]
     assert recent.total_bytes == 6 * one.num_bytes
     for owner in ("b", "c", "d"):
-        recent.remember_prompt(owner, "", "msg_0", one)
+        recent.add_prompt(owner, "", "msg_0", one)
     assert recent.find_prompt("large", "", "msg_15") is None, "the largest owner makes room"
     assert all(recent.find_prompt(owner, "", "msg_0") for owner in ("small", "b", "c", "d"))
     assert recent.total_bytes == 8 * one.num_bytes

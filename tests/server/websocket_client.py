@@ -1,4 +1,4 @@
-"""A WebSocket client after RFC 6455 by hand, which can also send what a library would refuse to."""
+"""A WebSocket client by RFC 6455. Unlike a library, it can send invalid frames too."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Socket:
     writer: asyncio.StreamWriter
     headers: dict[str, str]
     close_code: int | None = None
-    """The server's; 1006 if the connection was cut without one."""
+    """The server's; 1006 if the connection ended without one."""
 
     async def send(self, event: Any) -> None:
         await self.send_frames(frame(TEXT, json.dumps(event).encode()))
@@ -69,7 +69,7 @@ class Socket:
                 await self.writer.drain()
 
     async def receive_frame(self) -> tuple[int, bytes]:
-        """CLOSE with code 1006 at the end of the connection."""
+        """Returns CLOSE with code 1006 if the connection has ended."""
         try:
             async with asyncio.timeout(30):
                 first, size = await self.reader.readexactly(2)
@@ -85,7 +85,7 @@ class Socket:
             return CLOSE, struct.pack("!H", 1006)
 
     async def receive(self) -> Any:
-        """The next event; None at the end. Answers pings."""
+        """Returns the next event; None once the connection is closed. Answers pings."""
         while self.close_code is None:
             opcode, payload = await self.receive_frame()
             if opcode == TEXT:
@@ -97,7 +97,7 @@ class Socket:
         return None
 
     async def events(self, stream_id: str | None = None) -> list[Any]:
-        """One response's, to its last one. Events of other lanes are an error."""
+        """Returns all events of one response. Fails for events of other lanes."""
         events = []
         while not events or events[-1]["type"] not in ENDS:
             events.append(await self.receive())
@@ -106,20 +106,20 @@ class Socket:
         return events
 
     async def answer(self, **fields: Any) -> Any:
-        """The response, or the error event."""
+        """Returns the final response, or the error event."""
         await self.create(**fields)
         last = (await self.events(fields.get("stream_id")))[-1]
         return last if last["type"] == "error" else last["response"]
 
-    async def closed(self) -> int:
-        """The server's close code, whatever it sends before."""
+    async def wait_closed(self) -> int:
+        """Returns the server's close code. Ignores events before it."""
         while await self.receive() is not None:
             pass
         assert self.close_code is not None
         return self.close_code
 
 
-class Refused(Exception):
+class HandshakeRefused(Exception):
     def __init__(self, status: int, error: Any) -> None:
         super().__init__(f"{status} {error}")
         self.status = status
@@ -127,7 +127,7 @@ class Refused(Exception):
 
 
 async def connect(port: int, *headers: str, path: str = "/v1/responses") -> Socket:
-    """Raises Refused."""
+    """Raises HandshakeRefused."""
     key = base64.b64encode(secrets.token_bytes(16)).decode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(handshake(path, *headers, key=key))
@@ -138,14 +138,14 @@ async def connect(port: int, *headers: str, path: str = "/v1/responses") -> Sock
     if status != 101:
         body = await reader.read()
         writer.close()
-        raise Refused(status, json.loads(body)["error"] if body else None)
+        raise HandshakeRefused(status, json.loads(body)["error"] if body else None)
     digest = hashlib.sha1(f"{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode()).digest()
     assert fields["sec-websocket-accept"] == base64.b64encode(digest).decode()
     return Socket(reader, writer, fields)
 
 
 @asynccontextmanager
-async def connected(port: int, *headers: str, path: str = "/v1/responses") -> AsyncIterator[Socket]:
+async def open_websocket(port: int, *headers: str, path: str = "/v1/responses") -> AsyncIterator[Socket]:
     socket = await connect(port, *headers, path=path)
     try:
         yield socket

@@ -44,7 +44,7 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """By short name, in any case. None for a path or hub id, without reading the table."""
+    """By short name, ignoring case. Does not read the table for a path or hub id."""
     return None if "/" in name else load_catalog().get(name.lower())
 
 

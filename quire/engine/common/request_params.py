@@ -13,7 +13,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """Total of all stop strings, each of which is compared with held-back text."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
-"""Number of DRY's sequence breakers, and characters of each; the latter is llama.cpp's."""
+"""Number of DRY's sequence breakers, and characters of each (llama.cpp's limit)."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         float,
         SamplingField(
             text=(
-                "Keeps tokens whose logit is at most this many standard deviations of all logits below the largest "
+                "Keeps tokens whose logit is at most this many standard deviations (of all logits) below the largest "
                 "(Tang et al., 2024); 0 and -1 keep all."
             ),
             minimum=-1.0,
@@ -198,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dry_allowed_length: Annotated[
         int,
         SamplingField(
-            text="Repetitions of fewer tokens have no DRY penalty.",
+            text="DRY does not penalize repetitions of fewer tokens.",
             minimum=1,
             maximum=1024,
             has_model_default=True,
@@ -208,7 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dry_penalty_last_n: Annotated[
         int,
         SamplingField(
-            text="Number of last tokens in which DRY looks for repetitions; -1: all, 0: no DRY.",
+            text="DRY looks for repetitions in this many of the last tokens; -1: all, 0: no DRY.",
             minimum=-1,
             maximum=MAX_TOKENS,
             has_model_default=True,
@@ -216,7 +216,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = -1
     dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = ()
-    """DRY's repetitions end at these tokens."""
+    """A repetition that DRY penalizes contains none of these token sequences."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     """None: all tokens."""

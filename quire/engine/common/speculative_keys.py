@@ -1,4 +1,4 @@
-"""Keys of vLLM's speculative_config that are ignored. Imports no pydantic, which takes longer than a short command."""
+"""Ignored keys of vLLM's speculative_config. Does not import pydantic, which takes longer than a short command."""
 
 from __future__ import annotations
 

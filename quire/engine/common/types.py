@@ -230,4 +230,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of linears that adapters may change, for transformers' classes; {}: see lora/target_modules.py."""
     caches_prefixes: bool = True
-    """False if it is turned off, or not possible with the model's layers."""
+    """False if prefix caching is turned off, or the model's layers do not support it."""

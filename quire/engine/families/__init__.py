@@ -29,11 +29,11 @@ def find_encoder_family(model_type: object) -> EncoderFamily | None:
 
 
 def find_any_family(model_type: object) -> ModelFamily | None:
-    return _find_in_file_of_same_name(str(model_type)) or _families_by_model_type().get(str(model_type))
+    return _find_family_by_module_name(str(model_type)) or _families_by_model_type().get(str(model_type))
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
-    if _find_in_file_of_same_name(str(model_type)) is not None:
+    if _find_family_by_module_name(str(model_type)) is not None:  # a model type has one family
         return None
     return _multimodal_families_by_model_type().get(str(model_type))
 
@@ -59,8 +59,8 @@ def multimodal_model_types() -> list[str]:
 
 
 @cache
-def _find_in_file_of_same_name(model_type: str) -> ModelFamily | None:
-    """Imports no other files: all of them would be a tenth of `quire plan`."""
+def _find_family_by_module_name(model_type: str) -> ModelFamily | None:
+    """The family in the module of this name, if there is one. Importing all modules takes a tenth of `quire plan`."""
     name = model_type.replace("-", "_")
     if name not in _module_names(__path__):
         return None

@@ -89,7 +89,7 @@ class StructuredOutputsParams:
     """llguidance's Lark, or GBNF."""
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    """XGrammar's, as an object or text: `format`, or `structures` and `triggers`."""
+    """XGrammar's, as an object or JSON text with `format`, or with `structures` and `triggers`."""
     disable_fallback: bool = False
     """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
@@ -100,7 +100,7 @@ class StructuredOutputsParams:
         self.as_grammar()
 
     def as_grammar(self, tokenizer: Tokenizer | None = None) -> Grammar:
-        """Without a tokenizer, special tokens in structural tags are text. Raises InvalidRequest."""
+        """Without a tokenizer, special tokens in structural tags are treated as text. Raises InvalidRequest."""
         (way, value), *others = requested_constraints(vars(self))
         if others:
             raise InvalidRequest("only one structured output can be requested", param="structured_outputs")

@@ -1,6 +1,8 @@
-"""Structural tags, by the definitions of XGrammar 0.2, which vLLM and SGLang take: free text with parts that follow a
-schema between given texts. They become a Lark grammar for llguidance, whose lazy words end free text where a trigger or
-an end begins.
+"""Structural tags: free text that contains tagged parts, which follow a schema. XGrammar 0.2 defines the format, which
+vLLM and SGLang accept too.
+
+A structural tag becomes a Lark grammar for llguidance. Free text is matched lazily, so it ends at the first trigger or
+end.
 """
 
 from __future__ import annotations
@@ -32,43 +34,44 @@ _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "star": ("content",),
     "repeat": ("content", "min", "max"),
 }
-"""By the format's type. Others are refused unless they say nothing."""
+"""By the format's type. Other fields are refused unless they are null, false or []."""
 _ANY_TEXT = "/(?s:.*)/"
 
 
 class StructuralTagGrammar(NamedTuple):
     lark: str
     open_objects: tuple[str, ...]
-    """JSON pointers of schema objects left open."""
+    """JSON pointers of schema objects that allow undeclared properties."""
 
 
 class _Tag(NamedTuple):
     begin: str
     content: Mapping[str, Any]
     ends: tuple[str, ...]
-    """Empty: the content ends by itself."""
-    place: str
+    """Empty if the content ends by itself."""
+    path: str
+    """Such as format.tags[0], for error messages."""
 
 
 def structural_tag_grammar(
     value: Any, tokenizer: Tokenizer | None, close_schema: Callable[[Any], ClosedSchema]
 ) -> StructuralTagGrammar:
-    """`value`: an object or JSON text, with `format`, or in the older form with `structures` and `triggers`. Without a
-    tokenizer, special tokens are text. Raises InvalidRequest naming the part.
+    """`value`: an object or JSON text with `format`, or in the older form with `structures` and `triggers`. Without a
+    tokenizer, special tokens are treated as text. Raises InvalidRequest with the path of the invalid part.
     """
     tag = _parse_json(value, "structural_tag") if isinstance(value, str) else value
     if not isinstance(tag, Mapping):
-        raise InvalidRequest("structural_tag must be an object, or its JSON")
-    place = "format" if "format" in tag else "structures"
+        raise InvalidRequest("structural_tag must be an object or JSON text")
+    path = "format" if "format" in tag else "structures"
     writer = _GrammarWriter(tokenizer, close_schema)
     try:
-        whole = writer.write(tag["format"] if "format" in tag else _format_of_older_form(tag), (), place)
+        root = writer.write(tag["format"] if "format" in tag else _convert_older_form(tag), (), path)
     except RecursionError:
         raise InvalidRequest(_TOO_DEEP) from None
-    return StructuralTagGrammar("\n".join([f"start: {whole}", *writer.rules]), tuple(writer.open_objects))
+    return StructuralTagGrammar("\n".join([f"start: {root}", *writer.rules]), tuple(writer.open_objects))
 
 
-def _format_of_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:
     structures = tag.get("structures")
     if not isinstance(structures, list) or "triggers" not in tag:
         raise InvalidRequest("a structural tag needs format, or structures and triggers")
@@ -84,11 +87,11 @@ def _format_of_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
-def _parse_json(text: str, place: str) -> Any:
+def _parse_json(text: str, path: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{place} is not JSON: {error}") from None
+        raise InvalidRequest(f"{path} is not JSON: {error}") from None
 
 
 class _GrammarWriter:
@@ -99,50 +102,50 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """What follows a tag's begin, by the tag's place: written once, or nested tags would double with each level."""
-        self._writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
+        """By tag path: rules for what follows a tag's begin. Not sharing them would double the grammar per level."""
+        self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
             "or": self._write_or,
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """For formats that may be free text, which ends where an end begins."""
-        self._closed_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
-            "const_string": lambda format, place: self._literal(_text(format, "value", place)),
+        """For formats that may end in free text, and so must know the ends that can follow."""
+        self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
+            "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,
             "grammar": self._write_grammar,
             "regex": self._write_regex,
-            "tag": lambda format, place: self._write_tag(self._read_tag(format, place)),
+            "tag": lambda format, path: self._write_tag(self._read_tag(format, path)),
             "tags_with_separator": self._write_tags_with_separator,
-            "plus": lambda format, place: f"( {self._write_content(format, place)} )+",
-            "star": lambda format, place: f"( {self._write_content(format, place)} )*",
+            "plus": lambda format, path: f"( {self._write_content(format, path)} )+",
+            "star": lambda format, path: f"( {self._write_content(format, path)} )*",
             "repeat": self._write_repeat,
         }
 
-    def write(self, format: Any, ends: Sequence[str], place: str) -> str:
-        """The expression of a format, and of one of the `ends` after it."""
-        kind = _checked_type(format, place)
+    def write(self, format: Any, ends: Sequence[str], path: str) -> str:
+        """Returns an expression for the format, followed by one of `ends`."""
+        kind = _read_type(format, path)
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise InvalidRequest(_TOO_DEEP)
-        if (open_writer := self._writers.get(kind)) is not None:
-            expression = open_writer(format, ends, place)
+        if (free_text_writer := self._free_text_writers.get(kind)) is not None:
+            expression = free_text_writer(format, ends, path)
         else:
-            expression = " ".join(filter(None, (self._closed_writers[kind](format, place), self._write_ends(ends))))
+            expression = " ".join(filter(None, (self._self_ending_writers[kind](format, path), self._write_ends(ends))))
         self._depth -= 1
         return expression or '""'
 
-    def _write_closed(self, format: Any, place: str) -> str:
-        if _may_be_free_text(format):
-            raise InvalidRequest(f"{place}: free text must be last, or in a tag with an end")
-        return self.write(format, (), place)
+    def _write_self_ending(self, format: Any, path: str) -> str:
+        if _can_end_in_free_text(format):
+            raise InvalidRequest(f"{path}: free text must be last, or in a tag with an end")
+        return self.write(format, (), path)
 
-    def _write_content(self, format: Mapping[str, Any], place: str) -> str:
-        return self._write_closed(format.get("content"), f"{place}.content")
+    def _write_content(self, format: Mapping[str, Any], path: str) -> str:
+        return self._write_self_ending(format.get("content"), f"{path}.content")
 
-    def _write_any_text(self, format: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        return self._text_until(self._text_terminal(format, place), ends)
+    def _write_any_text(self, format: Mapping[str, Any], ends: Sequence[str], path: str) -> str:
+        return self._text_until(self._text_terminal(format, path), ends)
 
     def _text_until(self, text: str, ends: Sequence[str]) -> str:
         if not ends:
@@ -154,85 +157,85 @@ class _GrammarWriter:
                 alternatives.append(f"{text} {self._literal(end)}")
             elif not rest:
                 alternatives.append(self._add_rule(text, f"[suffix={json.dumps(end)}]"))
-            else:  # free text has no special tokens, so it need not end lazily
+            else:  # free text contains no special tokens, so it needs no lazy match
                 alternatives.append(
                     f"{self._add_terminal(f'{text} {json.dumps(first)}')} {self._literal(end[len(first) :])}"
                 )
         return _alternatives(alternatives)
 
-    def _text_terminal(self, format: Mapping[str, Any], place: str) -> str:
-        excluded = _texts(format.get("excludes", []), f"{place}.excludes")
+    def _text_terminal(self, format: Mapping[str, Any], path: str) -> str:
+        excluded = _read_strings(format.get("excludes", []), f"{path}.excludes")
         if not excluded:
             return self._add_terminal(_ANY_TEXT)
-        some = self._add_terminal(f"{_ANY_TEXT} {_alternatives(map(json.dumps, excluded))} {_ANY_TEXT}")
-        return self._add_terminal(f"{_ANY_TEXT} & ~{some}")
+        with_excluded = self._add_terminal(f"{_ANY_TEXT} {_alternatives(map(json.dumps, excluded))} {_ANY_TEXT}")
+        return self._add_terminal(f"{_ANY_TEXT} & ~{with_excluded}")
 
-    def _write_sequence(self, format: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        elements = _items(format, "elements", place)
+    def _write_sequence(self, format: Mapping[str, Any], ends: Sequence[str], path: str) -> str:
+        elements = _read_list(format, "elements", path)
         last = len(elements) - 1
-        written = [self._write_closed(each, f"{place}.elements[{i}]") for i, each in enumerate(elements[:last])]
-        return " ".join([*written, self.write(elements[last], ends, f"{place}.elements[{last}]")])
+        written = [self._write_self_ending(each, f"{path}.elements[{i}]") for i, each in enumerate(elements[:last])]
+        return " ".join([*written, self.write(elements[last], ends, f"{path}.elements[{last}]")])
 
-    def _write_or(self, format: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        elements = enumerate(_items(format, "elements", place))
-        return _alternatives(self.write(each, ends, f"{place}.elements[{i}]") for i, each in elements)
+    def _write_or(self, format: Mapping[str, Any], ends: Sequence[str], path: str) -> str:
+        elements = enumerate(_read_list(format, "elements", path))
+        return _alternatives(self.write(each, ends, f"{path}.elements[{i}]") for i, each in elements)
 
-    def _write_optional(self, format: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        content = self.write(format.get("content"), ends, f"{place}.content")
+    def _write_optional(self, format: Mapping[str, Any], ends: Sequence[str], path: str) -> str:
+        content = self.write(format.get("content"), ends, f"{path}.content")
         return f"( {content} | {self._write_ends(ends)} )" if ends else f"( {content} )?"
 
-    def _write_json_schema(self, format: Mapping[str, Any], place: str) -> str:
+    def _write_json_schema(self, format: Mapping[str, Any], path: str) -> str:
         if format.get("style", "json") != "json":
-            raise InvalidRequest(f"{place}.style {format['style']!r} is not supported, only json")
+            raise InvalidRequest(f"{path}.style {format['style']!r} is not supported, only json")
         closed = self._close_schema(format.get("json_schema"))
-        pointer = "/" + place.replace(".", "/").replace("[", "/").replace("]", "")
+        pointer = "/" + path.replace(".", "/").replace("[", "/").replace("]", "")
         self.open_objects += [f"{pointer}{each}" for each in closed.open_objects]
         try:
             return self._add_rule(lark_json_rule(closed.schema))
         except InvalidRequest as error:
-            raise InvalidRequest(f"{place}: {error.message}") from None
+            raise InvalidRequest(f"{path}: {error.message}") from None
 
-    def _write_grammar(self, format: Mapping[str, Any], place: str) -> str:
+    def _write_grammar(self, format: Mapping[str, Any], path: str) -> str:
         if format.get("syntax", "ebnf") not in ("ebnf", "lark"):
-            raise InvalidRequest(f"{place}.syntax must be ebnf or lark, got {format['syntax']!r}")
+            raise InvalidRequest(f"{path}.syntax must be ebnf or lark, got {format['syntax']!r}")
         try:
-            return self._add_rule(f"%lark {{\n{to_lark(_text(format, 'grammar', place))}\n}}")
+            return self._add_rule(f"%lark {{\n{to_lark(_read_string(format, 'grammar', path))}\n}}")
         except InvalidRequest as error:
-            raise InvalidRequest(f"{place}: {error.message}") from None
+            raise InvalidRequest(f"{path}: {error.message}") from None
 
-    def _write_regex(self, format: Mapping[str, Any], place: str) -> str:
+    def _write_regex(self, format: Mapping[str, Any], path: str) -> str:
         from llguidance import regex_to_lark
 
-        return self._add_terminal(f"/{regex_to_lark(_text(format, 'pattern', place))}/")
+        return self._add_terminal(f"/{regex_to_lark(_read_string(format, 'pattern', path))}/")
 
-    def _write_repeat(self, format: Mapping[str, Any], place: str) -> str:
+    def _write_repeat(self, format: Mapping[str, Any], path: str) -> str:
         low, high = format.get("min"), format.get("max")
         if type(low) is not int or type(high) is not int or low < 0 or not (high == -1 or high >= low):
-            raise InvalidRequest(f"{place} needs integers min, from 0, and max, not below it or -1")
-        return f"( {self._write_content(format, place)} ){{{low},{'' if high == -1 else high}}}"
+            raise InvalidRequest(f"{path} needs an integer min of 0 or more, and an integer max of min or more, or -1")
+        return f"( {self._write_content(format, path)} ){{{low},{'' if high == -1 else high}}}"
 
-    def _write_tags_with_separator(self, format: Mapping[str, Any], place: str) -> str:
-        tags = self._add_rule(_alternatives(map(self._write_tag, self._read_tags(format, place))))
-        separator = self._literal(_text(format, "separator", place, may_be_empty=True))
-        many = tags if _flag(format, "stop_after_first", place) else f"{tags} ( {separator} {tags} )*"
-        return many if _flag(format, "at_least_one", place) else f"( {many} )?"
+    def _write_tags_with_separator(self, format: Mapping[str, Any], path: str) -> str:
+        tags = self._add_rule(_alternatives(map(self._write_tag, self._read_tags(format, path))))
+        separator = self._literal(_read_string(format, "separator", path, may_be_empty=True))
+        many = tags if _read_flag(format, "stop_after_first", path) else f"{tags} ( {separator} {tags} )*"
+        return many if _read_flag(format, "at_least_one", path) else f"( {many} )?"
 
-    def _write_triggered_tags(self, format: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        tags, triggers = self._read_tags(format, place), _texts(format.get("triggers"), f"{place}.triggers")
+    def _write_triggered_tags(self, format: Mapping[str, Any], ends: Sequence[str], path: str) -> str:
+        tags, triggers = self._read_tags(format, path), _read_strings(format.get("triggers"), f"{path}.triggers")
         if not triggers:
-            raise InvalidRequest(f"{place}.triggers must not be empty")
-        text = self._text_terminal(format, place)
+            raise InvalidRequest(f"{path}.triggers must not be empty")
+        text = self._text_terminal(format, path)
         tags_by_trigger: dict[str, list[_Tag]] = {}
         for tag in tags:
             matching = [each for each in triggers if tag.begin.startswith(each)]
             if len(matching) != 1:
                 number = len(matching) or "none"
                 raise InvalidRequest(
-                    f"{tag.place}.begin must begin with one of the triggers, but it does with {number}"
+                    f"{tag.path}.begin must begin with exactly one of the triggers, but begins with {number}"
                 )
             tags_by_trigger.setdefault(matching[0], []).append(tag)
-        first = _alternatives(map(self._write_tag, tags)) if _flag(format, "at_least_one", place) else ""
-        if _flag(format, "stop_after_first", place):
+        first = _alternatives(map(self._write_tag, tags)) if _read_flag(format, "at_least_one", path) else ""
+        if _read_flag(format, "stop_after_first", path):
             if first:
                 return f"{first} {self._write_ends(ends)}"
             units = _alternatives(self._write_triggered(text, *each) for each in tags_by_trigger.items())
@@ -241,41 +244,41 @@ class _GrammarWriter:
         return f"{first} {units}* {self._text_until(text, ends)}"
 
     def _write_triggered(self, text: str, trigger: str, tags: Sequence[_Tag]) -> str:
-        """Free text up to the trigger, and one of the tags that begin with it."""
+        """Free text up to the trigger, then one of the tags, all of which begin with it."""
         for tag in tags:
             position = 0
             for part, token in self._split_at_special_tokens(tag.begin):
                 if token is not None and position < len(trigger) < position + len(part):
-                    raise InvalidRequest(f"{tag.place}: the trigger {trigger!r} is a part of the token {part!r}")
+                    raise InvalidRequest(f"{tag.path}: the trigger {trigger!r} ends inside the token {part!r}")
                 position += len(part)
         rests = _alternatives(self._write_tag(tag, skipped=len(trigger)) for tag in tags)
         return f"{self._text_until(text, (trigger,))} {rests}"
 
     def _write_tag(self, tag: _Tag, skipped: int = 0) -> str:
-        """`skipped`: characters of the begin that are already there."""
-        if (content := self._content_rules.get(tag.place)) is None:
-            place = f"{tag.place}.content"
-            content = self._content_rules[tag.place] = self._add_rule(
-                self.write(tag.content, tag.ends, place) if tag.ends else self._write_closed(tag.content, place)
+        """`skipped`: how many characters of the begin are already written."""
+        if (content := self._content_rules.get(tag.path)) is None:
+            path = f"{tag.path}.content"
+            content = self._content_rules[tag.path] = self._add_rule(
+                self.write(tag.content, tag.ends, path) if tag.ends else self._write_self_ending(tag.content, path)
             )
         return f"{self._literal(tag.begin[skipped:])} {content}"
 
-    def _read_tags(self, format: Mapping[str, Any], place: str) -> list[_Tag]:
+    def _read_tags(self, format: Mapping[str, Any], path: str) -> list[_Tag]:
         tags = []
-        for index, each in enumerate(_items(format, "tags", place)):
-            tag_place = f"{place}.tags[{index}]"
+        for index, each in enumerate(_read_list(format, "tags", path)):
+            tag_path = f"{path}.tags[{index}]"
             if isinstance(each, Mapping):
                 each = {"type": "tag", **each}
-            if _checked_type(each, tag_place) != "tag":
-                raise InvalidRequest(f"{tag_place}.type must be tag")
-            tags.append(self._read_tag(each, tag_place))
+            if _read_type(each, tag_path) != "tag":
+                raise InvalidRequest(f"{tag_path}.type must be tag")
+            tags.append(self._read_tag(each, tag_path))
         return tags
 
-    def _read_tag(self, format: Mapping[str, Any], place: str) -> _Tag:
+    def _read_tag(self, format: Mapping[str, Any], path: str) -> _Tag:
         end = format.get("end")
-        ends = _texts([end] if isinstance(end, str) else end, f"{place}.end")
-        begin = _text(format, "begin", place, may_be_empty=True)
-        return _Tag(begin, format.get("content") or {}, tuple(filter(None, ends)), place)
+        ends = _read_strings([end] if isinstance(end, str) else end, f"{path}.end")
+        begin = _read_string(format, "begin", path, may_be_empty=True)
+        return _Tag(begin, format.get("content") or {}, tuple(filter(None, ends)), path)
 
     def _write_ends(self, ends: Sequence[str]) -> str:
         return _alternatives(map(self._literal, ends)) if ends else ""
@@ -286,11 +289,10 @@ class _GrammarWriter:
         parts = self._tokenizer.split_at_special_tokens(text)
         for part, token in parts:
             if token in self._tokenizer.eos_token_ids:
-                raise InvalidRequest(f"{part!r} ends an answer, so no part of a structural tag may contain it")
+                raise InvalidRequest(f"{part!r} ends an answer, so a structural tag must not contain it")
         return parts
 
     def _literal(self, text: str) -> str:
-        """ "" for an empty text."""
         parts = self._split_at_special_tokens(text) if text else []
         return " ".join(json.dumps(part) if token is None else f"<[{token}]>" for part, token in parts)
 
@@ -305,21 +307,21 @@ class _GrammarWriter:
         return name
 
 
-def _checked_type(format: Any, place: str) -> str:
-    """Raises InvalidRequest also for fields that would change the format and cannot be expressed."""
+def _read_type(format: Any, path: str) -> str:
+    """Raises InvalidRequest, also for unsupported fields with an effect."""
     if not isinstance(format, Mapping):
-        raise InvalidRequest(f"{place} must be an object with a type")
+        raise InvalidRequest(f"{path} must be an object with a type")
     kind = format.get("type")
     if not isinstance(kind, str) or kind not in _KNOWN_FIELDS:
-        raise InvalidRequest(f"{place}.type {kind!r} is not supported; supported: {', '.join(_KNOWN_FIELDS)}")
+        raise InvalidRequest(f"{path}.type {kind!r} is not supported; supported: {', '.join(_KNOWN_FIELDS)}")
     for name, value in format.items():
         if name != "type" and name not in _KNOWN_FIELDS[kind] and value not in (None, False, []):
-            raise InvalidRequest(f"{place}.{name} is not supported in a format of type {kind}")
+            raise InvalidRequest(f"{path}.{name} is not supported in a format of type {kind}")
     return kind
 
 
-def _may_be_free_text(format: Any) -> bool:
-    """Formats that end only where something else begins."""
+def _can_end_in_free_text(format: Any) -> bool:
+    """True if the format's end shows only in what follows it."""
     if not isinstance(format, Mapping):
         return False
     if format.get("type") == "any_text":
@@ -328,36 +330,36 @@ def _may_be_free_text(format: Any) -> bool:
         return not (format.get("at_least_one") and format.get("stop_after_first"))
     elements = format.get("elements")
     if isinstance(elements, list) and elements:
-        return any(map(_may_be_free_text, elements if format.get("type") == "or" else elements[-1:]))
-    return format.get("type") != "tag" and _may_be_free_text(format.get("content"))
+        return any(map(_can_end_in_free_text, elements if format.get("type") == "or" else elements[-1:]))
+    return format.get("type") != "tag" and _can_end_in_free_text(format.get("content"))
 
 
 def _alternatives(expressions: Any) -> str:
     return f"( {' | '.join(expressions)} )"
 
 
-def _text(format: Mapping[str, Any], name: str, place: str, *, may_be_empty: bool = False) -> str:
+def _read_string(format: Mapping[str, Any], name: str, path: str, *, may_be_empty: bool = False) -> str:
     value = format.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise InvalidRequest(f"{place}.{name} must be a string{'' if may_be_empty else ', and not empty'}")
+        raise InvalidRequest(f"{path}.{name} must be a {'' if may_be_empty else 'non-empty '}string")
     return value
 
 
-def _texts(value: Any, place: str) -> list[str]:
+def _read_strings(value: Any, path: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise InvalidRequest(f"{place} must be a list of strings")
+        raise InvalidRequest(f"{path} must be a list of strings")
     return value
 
 
-def _items(format: Mapping[str, Any], name: str, place: str) -> list[Any]:
+def _read_list(format: Mapping[str, Any], name: str, path: str) -> list[Any]:
     value = format.get(name)
     if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"{place}.{name} must be a list, and not empty")
+        raise InvalidRequest(f"{path}.{name} must be a non-empty list")
     return value
 
 
-def _flag(format: Mapping[str, Any], name: str, place: str) -> bool:
+def _read_flag(format: Mapping[str, Any], name: str, path: str) -> bool:
     value = format.get(name, False)
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{place}.{name} must be true or false")
+        raise InvalidRequest(f"{path}.{name} must be true or false")
     return value

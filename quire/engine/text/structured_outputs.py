@@ -47,8 +47,8 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def constraint_grammar(
     kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
 ) -> GrammarWithOpenObjects:
-    """json's `value`: an object or JSON text. `close` forbids undeclared properties. Structural tags need a tokenizer
-    if they have special tokens. Raises InvalidRequest.
+    """json's `value`: an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural tags
+    with special tokens. Raises InvalidRequest.
     """
     if kind == "json_object":
         if value is not True:

@@ -125,7 +125,7 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 def main() -> None:
     """Print a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
-    import tokenizers  # other users of this module need no tokenizer
+    import tokenizers  # here, because the module's other users need no tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # kills the process even in Rust code

@@ -389,18 +389,18 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
-    """`backend`: None for encoders, which are not quantized."""
-    smaller = (
+    """`backend`: None for encoders, whose weights are not quantized."""
+    advice = (
         "serve a smaller model"
         if backend is None
         else _smaller_weights_advice(keeps_weights_quantized=backend.keeps_weights_quantized)
     )
-    advice = f"Free memory that other processes hold, or {smaller}; quire plan shows what fits"
-    return explain_out_of_memory("the weights", "model", advice)
+    message = f"Free memory that other processes hold, or {advice}; quire plan shows what fits"
+    return explain_out_of_memory("the weights", "model", message)
 
 
 def _smaller_weights_advice(*, keeps_weights_quantized: bool) -> str:
-    """Backends of plain PyTorch, as on a T4 and on MPS and XPU, expand quantized weights."""
+    """Backends in plain PyTorch, which serve on T4, MPS and XPU, expand quantized weights."""
     if keeps_weights_quantized:
         return "use --quantization int4 or a smaller model"
     return "serve a smaller model (--quantization saves no memory with this attention backend)"

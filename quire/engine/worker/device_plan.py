@@ -287,7 +287,7 @@ def choose_device_plan(
     *,
     backend_tried: bool = False,
 ) -> DevicePlan:
-    """`progress` is called while a child process tries a backend. `backend_tried`: another rank tried the backend on
+    """`progress`: called while a child process tries a backend. `backend_tried`: another rank tried the backend on
     such a GPU. Raises ConfigError.
     """
     check_transformers_settings(config, model_config)

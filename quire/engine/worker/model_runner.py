@@ -148,7 +148,7 @@ class ModelRunner:
         return self._plan_batch(scheduler_output.without_encoder_only)
 
     def _plan_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
-        """May be repeated with parts of the batch."""
+        """May be called again with parts of the batch."""
         sample_targets = self._input_batch.make_sample_targets(scheduler_output)
         if not scheduler_output.scheduled_requests:
             return PreparedBatch(scheduler_output, sample_targets, None)

@@ -1,4 +1,4 @@
-"""Steps that run out of memory are computed in parts, one after the other, with the same results."""
+"""Splits steps that run out of memory into parts, which are computed in order, with the same results."""
 
 from __future__ import annotations
 
@@ -18,83 +18,83 @@ from quire.kernels.collective import Collective
 log = logging.getLogger("quire.engine")
 
 _STEPS_UNTIL_RETRY = 500
-"""After so many steps in parts a whole one is tried again: other programs may have freed memory."""
+"""After this many split steps a whole one is tried again, because other programs may have freed memory."""
 
 
 class StepSplitter:
-    """Rows stay in order, because a row may read blocks that an earlier one writes in the same step."""
+    """Keeps the order of rows, because a row may read blocks that an earlier one writes in the same step."""
 
     def __init__(
         self,
         compute: Callable[[SchedulerOutput], PendingOutput],
-        can_cut: Callable[[ScheduledRequest], bool],
+        can_split: Callable[[ScheduledRequest], bool],
         steps_until_retry: int = _STEPS_UNTIL_RETRY,
     ) -> None:
-        """`compute` may be called again for a batch after it ran out of memory. `can_cut`: whether a row's tokens may
-        be divided.
+        """`compute` may be called again for a batch after it ran out of memory. `can_split`: True if a row's tokens may
+        be computed in two parts.
         """
         self._compute = compute
-        self._can_cut = can_cut
+        self._can_split = can_split
         self._steps_until_retry = steps_until_retry
         self._max_tokens: int | None = None
-        """Larger steps are divided beforehand. None: none ran out of memory lately."""
-        self._num_divided_steps = 0
+        """Steps of more tokens are split before they are computed. None: no limit."""
+        self._num_split_steps = 0
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        """Raises the out-of-memory error if a single row, divided as far as it can be, runs out of memory."""
+        """Raises the out-of-memory error if a part that cannot be split runs out of memory."""
         parts, outputs = [batch], list[PendingOutput]()
         while parts:
             part = parts.pop()
-            smaller = split_batch(part, self._can_cut) if self._exceeds_limit(part) else []
+            smaller = split_batch(part, self._can_split) if self._exceeds_limit(part) else []
             if not smaller:
                 try:
                     outputs.append(self._compute(part))
                     continue
                 except Exception as error:
-                    if not is_out_of_memory(error) or not (smaller := split_batch(part, self._can_cut)):
+                    if not is_out_of_memory(error) or not (smaller := split_batch(part, self._can_split)):
                         raise
                     self._lower_limit(num_tokens(part), error)
-                release_cached_memory()  # here, because the error's traceback held the step's tensors
+                release_cached_memory()  # only now, because the error's traceback held the step's tensors
             parts += reversed(smaller)
         if len(outputs) == 1:
             return outputs[0]
-        self._count_divided_step()
+        self._count_split_step()
         return _PendingParts(outputs)
 
     def _exceeds_limit(self, batch: SchedulerOutput) -> bool:
         return self._max_tokens is not None and num_tokens(batch) > self._max_tokens
 
     def _lower_limit(self, tokens: int, error: Exception) -> None:
-        self._max_tokens, self._num_divided_steps = max(tokens // 2, 1), 0
+        self._max_tokens, self._num_split_steps = max(tokens // 2, 1), 0
         log.warning(
-            "a step of %d tokens ran out of memory, so steps are computed in parts of %d tokens, which is slower; "
-            "a lower --gpu-memory-utilization or --max-num-batched-tokens avoids it (%s)",
+            "a step of %d tokens ran out of memory, so steps are split into parts of at most %d tokens, which is "
+            "slower; a lower --gpu-memory-utilization or --max-num-batched-tokens avoids it (%s)",
             tokens,
             self._max_tokens,
             (str(error).splitlines() or [""])[0],
         )
 
-    def _count_divided_step(self) -> None:
-        self._num_divided_steps += 1
-        if self._num_divided_steps >= self._steps_until_retry:
+    def _count_split_step(self) -> None:
+        self._num_split_steps += 1
+        if self._num_split_steps >= self._steps_until_retry:
             self._max_tokens = None
 
 
 def make_step_splitter(
     compute: Callable[[SchedulerOutput], PendingOutput], slots: InputBatch, group: Collective | None
 ) -> StepSplitter | None:
-    """None if a step cannot be repeated: its first layers have advanced recurrent states, or other ranks (`group`)
-    compute it, too.
+    """None if a step cannot be repeated, because its first layers may have advanced recurrent states, or because other
+    ranks (`group`) compute it too.
     """
     if any(slots.recurrent_states) or group is not None:
         return None
 
-    def can_cut(row: ScheduledRequest) -> bool:
-        """Pooling, and images whose tokens see each other, need all tokens of a chunk."""
+    def can_split(row: ScheduledRequest) -> bool:
+        """False for pooling, and for images, whose tokens may attend to each other: both need all tokens of a chunk."""
         new_request = slots.get_slot_request(row.slot).new_request
         return not new_request.spans and isinstance(new_request.params, SamplingParams)
 
-    return StepSplitter(compute, can_cut)
+    return StepSplitter(compute, can_split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +109,35 @@ def num_tokens(batch: SchedulerOutput) -> int:
     return sum(row.num_tokens for row in batch.scheduled_requests)
 
 
-def split_batch(batch: SchedulerOutput, can_cut: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
-    """Two parts of about as many tokens; for a single row that cannot be cut, one part without its drafts; or none."""
+def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
+    """Returns two parts with about half of the tokens each; for a single row that cannot be split, one part without its
+    drafts; otherwise nothing.
+    """
     first: list[ScheduledRequest] = []
     rest = list(batch.scheduled_requests)
-    room = num_tokens(batch) // 2
-    while rest and rest[0].num_tokens <= room:
+    num_left = num_tokens(batch) // 2
+    while rest and rest[0].num_tokens <= num_left:
         first.append(rest.pop(0))
-        room -= first[-1].num_tokens
-    if rest and (count := min(room, rest[0].num_tokens - 1 - len(rest[0].draft_token_ids))) > 0 and can_cut(rest[0]):
-        head, rest[0] = cut_row(rest[0], count)
+        num_left -= first[-1].num_tokens
+    count = min(num_left, rest[0].num_tokens - 1 - len(rest[0].draft_token_ids)) if rest else 0
+    if count > 0 and can_split(rest[0]):
+        head, rest[0] = split_row(rest[0], count)
         first.append(head)
     elif not first and len(rest) > 1:
         first.append(rest.pop(0))
     if first and rest:
-        return [_only_rows(batch, first), _only_rows(batch, rest)]
+        return [_with_rows(batch, first), _with_rows(batch, rest)]
     if len(rest) == 1 and (num_drafts := len(rest[0].draft_token_ids)):
-        # As if none was accepted.
+        # The output is the same as if no draft was accepted.
         count = rest[0].num_tokens - num_drafts
-        return [_only_rows(batch, [msgspec.structs.replace(rest[0], num_tokens=count, draft_token_ids=[])])]
+        return [_with_rows(batch, [msgspec.structs.replace(rest[0], num_tokens=count, draft_token_ids=[])])]
     return []
 
 
-def cut_row(row: ScheduledRequest, count: int) -> tuple[ScheduledRequest, ScheduledRequest]:
-    """The first part has `count` tokens and samples nothing. Drafts, and the token before them, stay together."""
+def split_row(row: ScheduledRequest, count: int) -> tuple[ScheduledRequest, ScheduledRequest]:
+    """The first part gets `count` tokens and samples nothing. The caller keeps drafts together with the token before
+    them.
+    """
     replace = msgspec.structs.replace
     return (
         replace(row, num_tokens=count, should_sample=False, draft_token_ids=[]),
@@ -140,12 +145,12 @@ def cut_row(row: ScheduledRequest, count: int) -> tuple[ScheduledRequest, Schedu
     )
 
 
-def _only_rows(batch: SchedulerOutput, rows: list[ScheduledRequest]) -> SchedulerOutput:
+def _with_rows(batch: SchedulerOutput, rows: list[ScheduledRequest]) -> SchedulerOutput:
     return msgspec.structs.replace(batch, scheduled_requests=rows)
 
 
 def merge_outputs(parts: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-    """Only a prompt's log probabilities may come from several parts."""
+    """Only the log probabilities of a prompt may come from several parts."""
     merged = ModelRunnerOutput({})
     for part in parts:
         for name in ("token_ids", "logprobs", "errors", "vectors"):

@@ -235,7 +235,8 @@ void multiply_part(const PackedLinear& l, const T* x, O* out, long rows, int thr
   quantize_all(l, x, to, threads);
   long panels = 0;
   for (int p = 0; p < q.count; ++p) panels += panels_of(q.parts[p]);
-  const Shares shares = {to.tiles, panels, threads, (rows + kRowBlock - 1) / kRowBlock};
+  // Rows of this division are tiles, but blocks have kRowBlock rows, as elsewhere.
+  const Shares shares = {to.tiles, panels, threads, kRowBlock, 4, (rows + kRowBlock - 1) / kRowBlock};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long number, long begin, long end, long next) {
       const uint8_t* following = nullptr;

@@ -5,7 +5,7 @@ driver.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -24,7 +24,7 @@ GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""Tokens, and at most so many rows of a KV head's queries: flash-attn 4 has another kernel if they fit one tile."""
+"""Tokens, and most query rows per KV head: flash-attn 4 has another kernel for rows that fit one tile."""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
 """Makes few keys count, so a scale that is a few percent off changes means by more than rounding does."""
@@ -32,6 +32,10 @@ _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
 """For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
 wrong scale, a missing key or another sequence's page.
 """
+
+
+def find_first_failure(trials: Iterable[Callable[[Backend], str | None]], backend: Backend) -> str | None:
+    return next((reason for each in trials if (reason := each(backend)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +163,9 @@ class PagedAttentionProbe(BackendProbe):
 
     def _allocate_kv(self, backend: Backend) -> Tensor:
         """Keys and values."""
-        held = self.dtype if self.kv_dtype is None else self.kv_dtype
-        shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, held)
-        return torch.zeros((2, *shape), dtype=held, device=self.device)
+        dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
+        shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, dtype)
+        return torch.zeros((2, *shape), dtype=dtype, device=self.device)
 
     def _random_qkv(self, tokens: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)

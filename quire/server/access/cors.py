@@ -32,7 +32,7 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class WebSocketOriginMiddleware:
-    """Browsers let pages of any origin open WebSockets, without CORS. This answers 403 to pages of other origins."""
+    """Answers 403 to WebSockets from web pages of foreign origins, because browsers do not apply CORS to WebSockets."""
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class WebSocketOriginMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket" or self._is_allowed(Headers(scope=scope)):
             return await self._app(scope, receive, send)
-        message = "Web pages of this origin may not open WebSockets here: see --allowed-origins"
+        message = "Web pages of this origin may not open WebSockets to this server: see --allowed-origins"
         failure = ErrorInfo(403, message, "permission_error", None, "origin_not_allowed")
         await error_response(scope["path"], failure)(scope, receive, send)
 
@@ -49,9 +49,10 @@ class WebSocketOriginMiddleware:
         """Programs send no origin. A proxy may have changed the scheme."""
         if "*" in self._allowed_origins:
             return True
-        own_end = f"://{headers.get('host', '').lower()}"
+        same_host_suffix = f"://{headers.get('host', '').lower()}"
         return all(
-            each in self._allowed_origins or each.lower().endswith(own_end) for each in headers.getlist("origin")
+            origin in self._allowed_origins or origin.lower().endswith(same_host_suffix)
+            for origin in headers.getlist("origin")
         )
 
 

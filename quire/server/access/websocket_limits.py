@@ -7,12 +7,12 @@ from quire.server.access.memory_lease import MemoryLease
 from quire.server.shared_capacity import SharedCapacity
 
 _MAX_BYTES = 64 << 20
-"""For messages that wait, and for responses that can be continued without the store."""
+"""For waiting messages and cached responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
-    """Of all WebSockets together. With API keys, a tenant must leave others as much as it has."""
+    """Shared by all WebSockets. With API keys, a tenant must leave as much free for others as it uses."""
 
     connections: SharedCapacity
     memory: SharedCapacity
@@ -21,6 +21,5 @@ class WebSocketLimits:
     def from_max_connections(cls, max_connections: int) -> Self:
         return cls(SharedCapacity(max_connections), SharedCapacity(_MAX_BYTES))
 
-    def new_lease(self, owner: str) -> MemoryLease:
-        """For one connection."""
+    def new_connection_lease(self, owner: str) -> MemoryLease:
         return MemoryLease(self.memory, owner)

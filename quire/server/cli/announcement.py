@@ -20,8 +20,8 @@ def listen_url(host: str, port: int | None, *, tls: bool = False) -> str:
     return f"{scheme}://[{reachable}]{suffix}" if ":" in reachable else f"{scheme}://{reachable}{suffix}"
 
 
-def shown_address(config: ServerConfig, base: str) -> str:
-    """Where clients connect: a Unix socket's path, or the URL."""
+def display_address(config: ServerConfig, base: str) -> str:
+    """A Unix socket's path, or the URL."""
     return base if config.uds is None else str(config.uds)
 
 
@@ -114,7 +114,7 @@ quire {VERSION}
   model      {names}: {info.dtype} on {info.device}, {weights} loaded in {info.load_seconds:.1f} s
   attention  {info.backend}{notes}
   memory     {info.arithmetic}{plan}{calls}
-  ready      {shown_address(config, base)} after {seconds:.1f} s; Ctrl-C ends it
+  ready      {display_address(config, base)} after {seconds:.1f} s; Ctrl-C ends it
 
 {curl_command(config, info, base, tls, has_chat_template=has_chat_template)}
 """

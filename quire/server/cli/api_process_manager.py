@@ -2,7 +2,7 @@
 
 Each API process has its own listening socket (SO_REUSEPORT), so that connections go to the others as soon as one ends.
 This process's socket never listens: it reserves the port. A Unix socket has one file, so all processes share this
-process's.
+process's socket.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from quire.engine import VERSION
 from quire.engine.client.replicated_client import processes
 from quire.server.access.tenants import Tenants
-from quire.server.cli.announcement import curl_command, shown_address
+from quire.server.cli.announcement import curl_command, display_address
 from quire.server.cli.models.cached_models import CACHE_KEYWORD, build_cached_models_config
 from quire.server.config import ServerConfig
 from quire.server.multi_model.added_models import AddedModels
@@ -95,7 +95,7 @@ class MultiModelHost:
         chats = first.runtime.model.chat_renderer.has_template
         return f"""\
 quire {VERSION}{models}{bound}
-  ready      {shown_address(self._config, base)} after {seconds:.1f} s; Ctrl-C ends it
+  ready      {display_address(self._config, base)} after {seconds:.1f} s; Ctrl-C ends it
 
 {curl_command(first.entry.config, first.runtime.info, base, tls, has_chat_template=chats)}
 """

@@ -79,7 +79,7 @@ def main(argv: Sequence[str], started: float) -> int:
     add_flag_table(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
     args, config = parse_settings(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.uds is not None and (other := next((name for name in ("host", "port") if hasattr(args, name)), None)):
-        parser.error(f"--uds and --{other} both say where to listen: give only one of them")
+        parser.error(f"--uds and --{other} cannot be combined: a server listens either on a Unix socket or on a port")
     if config.node_rank:
         if args.models is not None:
             parser.error("--models has no place on machines but the first (--node-rank)")

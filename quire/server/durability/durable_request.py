@@ -192,7 +192,7 @@ class JournaledRequest(DurableRequest):
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"
         fields = resolved.responses_fields
-        if fields is not None and fields.continues_unstored:  # nothing could compute the answer again
+        if fields is not None and fields.continues_unstored_response:  # nothing could compute the answer again
             self._body = None
             return fresh
         if fields is not None and fields.conversation_id is not None:  # the conversation changes before a retry

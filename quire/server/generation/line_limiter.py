@@ -10,36 +10,36 @@ from quire.server.generation.resolved_request import LineRule
 
 
 class LineLimiter:
-    """Applies a LineRule to one answer's deltas, which need token offsets."""
+    """Applies a LineRule to the deltas of one answer. They must have token offsets."""
 
     def __init__(self, rule: LineRule) -> None:
         self._rule = rule
         self._deadline: float | None = None
         self._indent: int | None = None
-        """Of the line that has begun; None after its indentation, and in the first line."""
+        """Of the current line so far; None after its indentation, and in the first line."""
         self._num_characters = 0
         self._num_ids = 0
         self._num_offsets = 0
 
     def cut_delta(self, delta: TextDelta) -> TextDelta | None:
-        """The answer's last delta, whose last token is the one that ends it; None if the answer goes on."""
+        """Returns the answer's last delta, cut after the token that ends it; None if the answer continues."""
         cut = self._find_cut(delta.text)
         if cut is None:
             self._num_characters += len(delta.text)
             self._num_ids += delta.num_used_ids
             self._num_offsets += len(delta.offsets)
             return None
-        end, last_character = cut
-        num_offsets = bisect_right(delta.offsets, self._num_characters + last_character)
+        length, ending_position = cut
+        num_offsets = bisect_right(delta.offsets, self._num_characters + ending_position)
         return msgspec.structs.replace(
             delta,
-            text=delta.text[:end],
+            text=delta.text[:length],
             offsets=delta.offsets[:num_offsets],
             num_used_ids=max(0, self._num_offsets + num_offsets - self._num_ids),
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
-        """Where the answer ends in `text`, and the position of the character that ends it."""
+        """Returns the answer's length in `text`, and the position of the character that ends it."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds

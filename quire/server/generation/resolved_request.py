@@ -43,13 +43,13 @@ class ResponsesApiFields:
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """This request's items to store or keep."""
-    kept: bool = False
-    """By the WebSocket, for the next request."""
+    """This request's items to store or cache."""
+    cache_for_websocket: bool = False
+    """Keep the response in memory, for the WebSocket's next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
-    continues_unstored: bool = False
-    """Only a WebSocket has the previous response."""
+    continues_unstored_response: bool = False
+    """The previous response is only in a WebSocket's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class RepetitionRule:
 
 @dataclass(frozen=True, slots=True)
 class LineRule:
-    """llama.cpp's n_indent and t_max_predict_ms: where an answer ends early."""
+    """llama.cpp's n_indent and t_max_predict_ms, which end an answer early."""
 
     min_indent: int = 0
-    """Spaces and tabs that each line after the first must begin with."""
+    """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
     max_seconds: float | None = None
-    """From the first token. The answer ends at the next line's end."""
+    """Counted from the first token. After this time, the answer ends at the next newline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class AnswerIdentity:
     """Events are numbered and reproducible: each token is one step."""
     num_earlier_attempts: int = 0
     cache_diagnosis: CacheDiagnosis | None = None
-    """None unless the body asks for a comparison with an earlier answer's prompt."""
+    """Of the comparison with an earlier answer's prompt; None unless the body requests one."""
     ignored_headers: str = ""
     """Request headers without effect, comma-separated."""
 
@@ -243,9 +243,9 @@ class GenerationRequest(ResolvedRequest):
     """False if no caller reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
-    """Without a model. None if later answers are not compared with this one."""
-    compared_id: str = ""
-    """The earlier answer that the prompt is compared with."""
+    """Without a model. None if later prompts cannot be compared with this one."""
+    comparison_id: str = ""
+    """Id of the earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
     """For the Decisions API, one per prompt."""
 

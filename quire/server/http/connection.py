@@ -34,7 +34,7 @@ MAX_PIPELINED_REQUESTS = 100
 BODY_PIECE_BYTES = 16 * 1024
 """Must arrive per read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
-"""Below --root-path. Elsewhere a WebSocket's handshake is an ordinary GET."""
+"""Below --root-path. On other paths a WebSocket's handshake is an ordinary GET."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
 _TRAILERS_TOO_LARGE = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
 _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
@@ -51,17 +51,17 @@ class ConnectionTimeouts:
 
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
         """Unless the timer is cancelled, the client is disconnected."""
-        return loop.call_later(self.write_timeout, self._cut_slow_reader, transport)
+        return loop.call_later(self.write_timeout, self._disconnect_slow_reader, transport)
 
-    def _cut_slow_reader(self, transport: BatchingTransport) -> None:
+    def _disconnect_slow_reader(self, transport: BatchingTransport) -> None:
         log.warning("a client did not read its answer for %g s and was disconnected", self.write_timeout)
         self.client.slow_readers += 1
         transport.abort()
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the header Upgrade except for a WebSocket, because Java's client and `curl --http2` always send it:
-    parses the head again without it. The base class would take the body for another protocol.
+    """Ignores the Upgrade header, which Java's client and `curl --http2` always send, except for WebSockets: parses the
+    head again without it. The base class would take the body for another protocol.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -238,10 +238,10 @@ class HttpConnection(HttpToolsProtocol):
     @property
     def is_websocket_handshake(self) -> bool:
         """False while an earlier request is answered."""
-        is_possible = self._should_upgrade() and not (self.pipeline or self._is_answering)
+        can_upgrade = self._should_upgrade() and not (self.pipeline or self._is_answering)
         path = self.url.partition(b"?")[0]
         return (
-            is_possible
+            can_upgrade
             and self.parser.get_method() == b"GET"
             and self.parser.get_http_version() == "1.1"
             and path.startswith(b"/")

@@ -25,11 +25,11 @@ def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
     """Removes a Unix socket's file at the end. Raises ConfigError."""
     listener = bind_or_explain(config)
     with listener:
-        bound = None if config.uds is None else _file_identity(config.uds)
+        bound_file = None if config.uds is None else _file_identity(config.uds)
         try:
             yield listener
         finally:
-            if config.uds is not None and bound is not None and _file_identity(config.uds) == bound:
+            if config.uds is not None and bound_file is not None and _file_identity(config.uds) == bound_file:
                 config.uds.unlink()
 
 
@@ -63,8 +63,8 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Like `bind_tcp_socket`. Replaces the file of a server that has ended, and keeps its permissions; others are
-    uvicorn's: every user may connect.
+    """Raises ConfigError. Replaces the file of a server that has ended and keeps its permissions. A new file gets
+    uvicorn's, with which every local user may connect.
     """
     try:
         mode = _remove_stale_socket(path)
@@ -81,13 +81,13 @@ def bind_unix_socket(path: Path) -> socket.socket:
 
 
 def _remove_stale_socket(path: Path) -> int:
-    """The permissions that the new file should get. Raises ConfigError for other files and for running servers."""
+    """Returns permissions for the new file. Raises ConfigError if the path is no socket or a server listens on it."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return UNIX_SOCKET_MODE
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"uds: {path} is there, and is no socket", param="uds")
+        raise ConfigError(f"uds: {path} exists and is not a socket", param="uds")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
         probe.connect(str(path))
         raise ConfigError(f"uds: another server listens on {path}", param="uds")

@@ -15,27 +15,27 @@ from wsproto.connection import ConnectionState
 from quire.server.http.connection import ConnectionTimeouts
 from quire.server.http.write_batching import BatchingTransport, WriteBatcher
 
-MORE_KEY = "quire.more"
-"""In a websocket.receive message: True if it is not the last piece of the client's message."""
+MORE_PIECES_KEY = "quire.more_pieces"
+"""Key of websocket.receive: True if more pieces of the client's message follow."""
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
-"""Scope key for an asyncio.Event: the server stops, and the application must close the connection."""
+"""Scope key of an asyncio.Event: once it is set, the server stops, and the application must close the connection."""
 _FEED_BYTES = 16 * 1024
-"""Parsed at once: at most 2,700 frames."""
+"""Bytes parsed at a time: at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
-"""Reading pauses while as many wait for the application."""
+"""Reading pauses while this many wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
-"""Pings, pongs and fragments of a few bytes before a message ends."""
+"""Maximum number of pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
-"""A ping that the client's machine does not acknowledge ends the connection, on Linux."""
+"""Linux ends a connection whose data, such as a ping, its machine does not acknowledge for this long."""
 _CLOSE_SECONDS = 2.0
-"""Wait for the client's closing frame."""
+"""To wait for the client's close frame."""
 
 
 class WebSocketConnection(WSProtocol):
-    """uvicorn's connection gathers whole messages, answers any number of pings, has no deadline for clients that do not
-    read, and cuts open answers when the server stops. This one hands messages to the application in the pieces in which
-    they arrive, so that it bounds their memory, and leaves the end to it.
+    """uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients that do not
+    read, and cuts off open answers when the server stops. This one passes messages to the application in pieces as they
+    arrive, so that the application can bound their memory, and lets it close the connection when the server stops.
     """
 
     transport: BatchingTransport
@@ -61,13 +61,13 @@ class WebSocketConnection(WSProtocol):
         self._going_away = asyncio.Event()
 
     def take_over(self, transport: asyncio.Transport, head: bytes) -> None:
-        """Serve an HTTP connection's client. `head`: its handshake."""
+        """Continue an HTTP connection. `head`: the handshake."""
         self.connection_made(transport)
         super().data_received(head)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        _limit_unacknowledged_time(transport.get_extra_info("socket"))
+        _set_tcp_user_timeout(transport.get_extra_info("socket"))
         self.transport = BatchingTransport(transport, self.loop, self._write_batcher)
 
     def handle_connect(self, event: events.Request) -> None:
@@ -103,7 +103,7 @@ class WebSocketConnection(WSProtocol):
 
     def handle_message(self, event: events.TextMessage | events.BytesMessage) -> None:
         kind = "text" if isinstance(event, events.TextMessage) else "bytes"
-        piece: Any = {"type": "websocket.receive", kind: event.data, MORE_KEY: not event.message_finished}
+        piece: Any = {"type": "websocket.receive", kind: event.data, MORE_PIECES_KEY: not event.message_finished}
         self.queue.put_nowait(piece)
         self._message_bytes += len(event.data)
         if event.message_finished:
@@ -112,7 +112,7 @@ class WebSocketConnection(WSProtocol):
             self._count_small_frame()
 
     def handle_ping(self, event: events.Ping) -> None:
-        """A client that does not read gets no answers, which would gather here."""
+        """A client that does not read gets no pongs, which would pile up here."""
         self._count_small_frame()
         if self.transport.writable and not self.close_sent:
             super().handle_ping(event)
@@ -156,7 +156,7 @@ class WebSocketConnection(WSProtocol):
             self._write_timer = None
 
     def shutdown(self) -> None:
-        """Called when the server stops. Open answers may end first."""
+        """Called when the server stops. Open answers may finish first."""
         if self.handshake_complete and not self.close_sent:
             self._going_away.set()
         else:
@@ -169,7 +169,7 @@ class WebSocketConnection(WSProtocol):
         self.transport.release_references()
 
 
-def _limit_unacknowledged_time(connection: socket.socket | None) -> None:
+def _set_tcp_user_timeout(connection: socket.socket | None) -> None:
     if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         with suppress(OSError):  # a Unix socket
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNACKNOWLEDGED_SECONDS)

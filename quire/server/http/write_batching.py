@@ -125,7 +125,7 @@ class BatchingTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """Nothing more is written here: `protocol` gets the connection."""
+        """`protocol` takes over the connection; nothing more is written here."""
         self.flush_buffer()
         self.release_references()
         self._transport.set_protocol(protocol)

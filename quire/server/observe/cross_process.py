@@ -35,7 +35,7 @@ class CrossProcessObserver:
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
         self.recent_prompts: RecentPrompts | None = None
-        """These belong to no model."""
+        """Like http_metrics, not of one model."""
         self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver

@@ -13,7 +13,7 @@ from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.vector_generation import VectorRequest
 from quire.server.pipeline.admit import admit
 from quire.server.pipeline.authorize import authorize, identify, open_durable_request
-from quire.server.pipeline.cache_diagnosis import diagnose_cache, remember_prompt
+from quire.server.pipeline.cache_diagnosis import diagnose_cache, record_prompt
 from quire.server.pipeline.generate import compute_vectors, generate
 from quire.server.pipeline.resolve import Resolver, check_grammars, resolve_body
 from quire.server.pipeline.write import EndCallback, do_nothing, write_answer, write_vectors
@@ -81,6 +81,6 @@ async def begin_generation(
 ) -> RunningGeneration[Generation]:
     """Journals after submitting, before the first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
-    remember_prompt(request, resolved)
+    record_prompt(request, resolved)
     await durable.journal(resolved, running)
     return running

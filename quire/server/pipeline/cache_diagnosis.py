@@ -1,4 +1,4 @@
-"""Compares prompts with those of earlier answers, for callers who ask for it (server/cache_diagnostics.py)."""
+"""Compares prompts with those of earlier answers if the request asks for it (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from quire.server.runtime.server_context import get_server_context
 
 
 async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis | None:
-    """None unless asked for. Another key's, cache salt's or API's answer is not found."""
-    if not resolved.compared_id:
+    """None unless the request asks for it. Answers of other keys, cache salts and APIs are not found."""
+    if not resolved.comparison_id:
         return None
-    if (fingerprint := _model_fingerprint(request, resolved)) is None:
+    if (fingerprint := _fingerprint_with_model(request, resolved)) is None:
         return CacheDiagnosis("unavailable")
     earlier = None
-    if resolved.compared_id.startswith(resolved.id_prefix):
-        answer = owner_of(request), resolved.authorized_caller.cache_salt, resolved.compared_id
+    if resolved.comparison_id.startswith(resolved.id_prefix):
+        answer = owner_of(request), resolved.authorized_caller.cache_salt, resolved.comparison_id
         earlier = get_server_context(request).recent_prompts.find_prompt(*answer)
         if earlier is None:
             earlier = await get_runtime(request).cross_process_observer.find_peer_prompt(*answer)
     return CacheDiagnosis("not_found") if earlier is None else fingerprint.diagnose_change_from(earlier)
 
 
-def remember_prompt(request: Request, resolved: GenerationRequest) -> None:
-    if (fingerprint := _model_fingerprint(request, resolved)) is not None:
+def record_prompt(request: Request, resolved: GenerationRequest) -> None:
+    if (fingerprint := _fingerprint_with_model(request, resolved)) is not None:
         salt = resolved.authorized_caller.cache_salt
         recent_prompts = get_server_context(request).recent_prompts
-        recent_prompts.remember_prompt(owner_of(request), salt, resolved.answer_id, fingerprint)
+        recent_prompts.add_prompt(owner_of(request), salt, resolved.answer_id, fingerprint)
 
 
-def _model_fingerprint(request: Request, resolved: GenerationRequest) -> PromptFingerprint | None:
-    """None without a fingerprint or a prefix cache."""
+def _fingerprint_with_model(request: Request, resolved: GenerationRequest) -> PromptFingerprint | None:
+    """None if the request has no fingerprint or the engine no prefix cache."""
     runtime, adapter = get_runtime(request), resolved.adapter
     if resolved.fingerprint is None or not runtime.info.caches_prefixes:
         return None

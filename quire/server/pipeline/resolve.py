@@ -48,9 +48,9 @@ async def resolve_body(
     *,
     extra_bytes: int = 0,
 ) -> Resolution:
-    """`keep_body` receives the body in pieces. `extra_bytes`: size of the resolver's own arguments. The result's memory
-    counts until the request is answered (server/access/memory_lease.py). Raises the errors of `resolve`, read_body,
-    WorkerPool.run_job and MemoryLease.grow_lease.
+    """`keep_body` receives the body in pieces. `extra_bytes`: size of other input of the resolver. The
+    result's memory counts until the request is answered (server/access/memory_lease.py). Raises the errors of
+    `resolve`, read_body, WorkerPool.run_job and MemoryLease.grow_lease.
     """
     async with read_body(request) as body:
         chunks = () if keep_body is None else tuple(body.chunks)

@@ -17,28 +17,28 @@ from quire.server.generation.response_writers.responses import ResponsesWriter
 from quire.server.http.sse import EventStream
 from quire.server.pipeline.answer import begin_generation
 from quire.server.pipeline.write import do_nothing, stream_events
-from quire.server.resolve.other_apis.history import ENDED_STATUSES, KeptResponse, WebSocketHistory
+from quire.server.resolve.other_apis.history import ENDED_STATUSES, CachedResponse, WebSocketHistory
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
 from quire.server.store.data_dir import DataDir
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written
 
-KEEPER_SCOPE_KEY = "quire.keeper"
-"""Scope key for the ResponseKeeper of a WebSocket's request."""
+RESPONSE_CACHE_SCOPE_KEY = "quire.response_cache"
+"""Scope key of the ResponseCache. Only requests from a WebSocket have one."""
 
 
-class ResponseKeeper(Protocol):
+class ResponseCache(Protocol):
     @property
     def history(self) -> WebSocketHistory: ...
 
-    def keep(self, response: KeptResponse) -> None: ...
+    def cache_response(self, response: CachedResponse) -> None: ...
 
 
-def keeper_of(request: Request) -> ResponseKeeper | None:
+def response_cache_of(request: Request) -> ResponseCache | None:
     """None for a POST."""
-    keeper: ResponseKeeper | None = request.scope.get(KEEPER_SCOPE_KEY)
-    return keeper
+    response_cache: ResponseCache | None = request.scope.get(RESPONSE_CACHE_SCOPE_KEY)
+    return response_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,18 @@ class ResponseRecorder:
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter
-    keeper: ResponseKeeper | None = None
+    response_cache: ResponseCache | None = None
 
     async def store_ended_response(self) -> None:
-        """Also adds the items to the response's conversation, and keeps them for the WebSocket's next request."""
+        """Also adds the items to the response's conversation, and caches them for the WebSocket's next request."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
-        if self.keeper is not None and fields.kept and writer.status in ENDED_STATUSES:
-            previous = self.keeper.history.previous
+        if self.response_cache is not None and fields.cache_for_websocket and writer.status in ENDED_STATUSES:
+            previous = self.response_cache.history.previous
             earlier = () if previous is None else previous.items
             own_items = (each.data for each in (*fields.input_items, *writer.output_items))
-            self.keeper.keep(KeptResponse(self.resolved.answer_id, (*earlier, *own_items), is_stored=fields.store))
+            cached_response = CachedResponse(self.resolved.answer_id, (*earlier, *own_items), is_stored=fields.store)
+            self.response_cache.cache_response(cached_response)
         if self.data is None:
             return
         if writer.final_response is None:

@@ -14,7 +14,7 @@ from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, En
 
 MAX_EXTRA_CHUNKS = 1024
 MAX_NAMES = 128
-"""Of samplers, and of fields of the answer."""
+"""Of samplers, and of response_fields."""
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "typical_p": (1,),
@@ -26,19 +26,19 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "image_data": ([],),
     "lora": ([],),
 }
-"""Other values would change the answer, so they are refused."""
+"""Fields with the values that are accepted: others would change the answer."""
 ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
 UNSUPPORTED_SAMPLERS = ("penalties", "dry", "typ_p", "typical_p", "top_n_sigma", "xtc")
-"""Named without effect: their fields are neutral, or apply anyway (penalties)."""
+"""Accepted without effect in `samplers`: their fields must be neutral, or always apply (penalties)."""
 INFILL_SAMPLER_MIN_P = 0.2
-"""llama.cpp's sampler `infill` drops tokens of lower probability; here, of a lower share of the likeliest one's."""
+"""Approximates the sampler `infill`, which drops tokens below this probability; min_p is a share of the largest."""
 SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
     "top_k": ("top_k", 0),
     "top_p": ("top_p", 1.0),
     "min_p": ("min_p", 0.0),
     "temperature": ("temperature", 1.0),
 }
-"""A sampler's field, and its value when `samplers` does not name it."""
+"""A sampler's field, and its neutral value, which is used if `samplers` does not contain the sampler."""
 KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
 
 Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A token or a text, and a bias.")]
@@ -46,7 +46,7 @@ Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A toke
 
 class LlamaCppBody(EngineRequestBody):
     n_predict: int | None = None
-    """Negative: up to the context. 0: only compute the prompt, for the prefix cache."""
+    """Negative: no limit but the context. 0: only compute the prompt, into the prefix cache."""
     max_tokens: int | None = None
     """Same as n_predict."""
     n_cmpl: int = 1
@@ -58,7 +58,7 @@ class LlamaCppBody(EngineRequestBody):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
-    """Those that apply; default: all."""
+    """The samplers that apply; default: all."""
     seed: int | None = None
     """-1: random."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
@@ -76,7 +76,7 @@ class LlamaCppBody(EngineRequestBody):
     n_indent: int = Field(0, ge=0)
     """The answer ends at a line that begins with fewer spaces and tabs."""
     t_max_predict_ms: float = Field(0.0, le=86_400_000.0)
-    """The answer ends with the line that is being written so long after the first token; 0 and below: never."""
+    """Once this time has passed since the first token, the answer ends at the next newline; 0 or less: no limit."""
     stream: bool = False
     return_tokens: bool = False
     response_fields: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
@@ -86,7 +86,7 @@ class LlamaCppBody(EngineRequestBody):
 
     @property
     def num_tokens(self) -> int:
-        """-1: up to the context."""
+        """-1: no limit but the context."""
         count = self.max_tokens if self.n_predict is None else self.n_predict
         return -1 if count is None else max(-1, count)
 
@@ -111,7 +111,7 @@ class LlamaCppCompletionRequest(LlamaCppBody):
 
 
 class InfillChunk(BodyModel):
-    """A piece of another file."""
+    """A snippet of another file."""
 
     text: str
     filename: str = "tmp"
@@ -119,9 +119,9 @@ class InfillChunk(BodyModel):
 
 class InfillRequest(LlamaCppBody):
     input_prefix: str
-    """Lines before the cursor's."""
+    """The lines before the cursor's line."""
     input_suffix: str
     """Text after the cursor."""
     input_extra: Annotated[list[InfillChunk], MaxEntries(MAX_EXTRA_CHUNKS)] = Field(default_factory=list)
     prompt: str = ""
-    """The cursor's line, up to the cursor."""
+    """The cursor's line up to the cursor."""

@@ -201,4 +201,4 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = None
     """Without effect."""
     diagnostics: Diagnostics | None = None
-    """If given, later messages can be compared with this one."""
+    """If set, later messages can be compared with this one."""

@@ -56,7 +56,7 @@ class Options(RequestBody):
     top_p: float | None = None
     min_p: float | None = None
     top_n_sigma: float | None = None
-    """Presets may set this and the other fields that Ollama does not have."""
+    """Ollama does not have this field, XTC's and DRY's. Presets may set them."""
     typical_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None

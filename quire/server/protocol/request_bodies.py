@@ -243,7 +243,7 @@ class GenerationBody(SamplingBody):
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
     dry_sequence_breakers: Annotated[list[str], MaxEntries(MAX_SEQUENCE_BREAKERS)] | None = None
-    """Texts across which DRY sees no repetition; null: newline, colon, quotation mark and asterisk."""
+    """Texts that end DRY's repetitions; null: newline, colon, quotation mark and asterisk."""
     n: int = 1
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None

@@ -128,7 +128,7 @@ class ConversationId(BodyModel):
 
 class PromptCacheOptions(BodyModel):
     comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
-    """The response's prompt_cache_diagnostics say where its prompt departs from this response's."""
+    """The answer's prompt_cache_diagnostics compare its prompt with this response's."""
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False
@@ -167,7 +167,7 @@ class ResponsesRequest(TranslatableBody):
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     generate: bool = True
-    """False: only prepare a response to continue. Its prompt comes into the prefix cache."""
+    """False: generate nothing, but compute the prompt into the prefix cache. The response can be continued."""
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None

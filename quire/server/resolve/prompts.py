@@ -118,8 +118,8 @@ def build_infill_ids(
     extra_ids: Sequence[int] = (),
     param: str = "suffix",
 ) -> list[int]:
-    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens; `extra_ids`,
-    other files, come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
+    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens; `extra_ids`:
+    of other files, which come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
     """
     begin = [*tokenizer.encode("", add_special_tokens=add_special_tokens), *extra_ids]
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):

@@ -40,7 +40,7 @@ def requested_grammar(
     try:
         close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSE_OBJECTS_KEY) is True
         if kind == "structural_tag" and getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none":
-            raise InvalidRequest("a structural tag is not available together with tools: write them as tags")
+            raise InvalidRequest("a structural tag cannot be combined with tools: write the tools as tags")
         structured = _build_structured_grammar(kind, value, close=close, tokenizer=tokenizer)
     except InvalidRequest as error:
         raise InvalidRequest(f"{param}: {error.message}", param=param) from error

@@ -53,8 +53,8 @@ class ResolvedGeneration:
         assert self.request.responses_fields is None, "resolved once"
         return replace(self, request=replace(self.request, responses_fields=fields, prompt_only=prompt_only))
 
-    def with_fingerprint(self, fingerprint: PromptFingerprint | None, compared_id: str | None) -> ResolvedGeneration:
-        return replace(self, request=replace(self.request, fingerprint=fingerprint, compared_id=compared_id or ""))
+    def with_fingerprint(self, fingerprint: PromptFingerprint | None, comparison_id: str | None) -> ResolvedGeneration:
+        return replace(self, request=replace(self.request, fingerprint=fingerprint, comparison_id=comparison_id or ""))
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:

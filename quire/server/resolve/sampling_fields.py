@@ -68,7 +68,7 @@ def resolve_sampling_params(
     check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
     if params.has_dry:
         if body.dry_sequence_breakers and not model.expendable:
-            raise NeedsWorker  # texts of all tokens are searched
+            raise NeedsWorker  # searches the texts of the whole vocabulary
         breaker_ids = sequence_breaker_ids(body.dry_sequence_breakers, model.tokenizer)
         params = msgspec.structs.replace(params, dry_sequence_breaker_ids=breaker_ids)
     return params

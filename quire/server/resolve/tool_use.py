@@ -44,7 +44,7 @@ class RequestTools:
     strict_tool_names: frozenset[str] = frozenset()
     """Their calls follow the schema exactly, even if calling is optional."""
     constrains_all_calls: bool = False
-    """Calls have the format and name a tool, even if calling is optional and no tool is strict."""
+    """All calls have the call format and name a tool, even if calling is optional and no tool is strict."""
     allows_parallel: bool = True
     closes_objects: bool = True
     """Schema objects with `properties` but no additionalProperties allow no others."""

@@ -134,8 +134,8 @@ async def props(request: Request) -> dict[str, Any]:
 
 @rate_limited_router.get(SLOTS_PATH, response_model=None)
 async def list_slots(request: Request, fail_on_no_slot: bool = False) -> Response:
-    """llama.cpp's view of the load: --max-num-seqs slots, and how many of them are busy. Says nothing about requests.
-    With fail_on_no_slot=1, 503 if none is free.
+    """The load in llama.cpp's form: --max-num-seqs slots, and which of them are busy. Contains nothing about requests.
+    With fail_on_no_slot=1, 503 if no slot is free.
     """
     model, runtime = get_model(request), get_runtime(request)
     total, stats = runtime.config.max_running_requests, runtime.client.engine_core.stats

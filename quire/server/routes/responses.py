@@ -20,7 +20,12 @@ from quire.server.http.sse import EventStream
 from quire.server.pipeline.answer import generate_and_write, prepare_generation
 from quire.server.pipeline.authorize import open_durable_request
 from quire.server.pipeline.resolve import resolve_body
-from quire.server.pipeline.stored_response import ResponseRecorder, answer_in_background, ignore_disconnect, keeper_of
+from quire.server.pipeline.stored_response import (
+    ResponseRecorder,
+    answer_in_background,
+    ignore_disconnect,
+    response_cache_of,
+)
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.other_apis.responses import count_input_tokens, resolve_response
 from quire.server.routes.api_description import BodySchema
@@ -50,8 +55,8 @@ async def create_response(request: Request) -> Response:
     model, owner = get_model(request), owner_of(request)
     durable = open_durable_request(request)
     keep_body = durable.keep_body if durable.keeps_body else None
-    keeper = keeper_of(request)
-    history = None if keeper is None else keeper.history
+    response_cache = response_cache_of(request)
+    history = None if response_cache is None else response_cache.history
     resolve = partial(resolve_response, owner=owner, history=history)
     extra_bytes = 0 if history is None else history.num_bytes
     resolution = await resolve_body(request, resolve, keep_body, extra_bytes=extra_bytes)
@@ -61,7 +66,7 @@ async def create_response(request: Request) -> Response:
     # two opening events, or the answer, hold copies
     grow_request_lease(request.scope, 2 * len(fields.echoed_fields))
     writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
-    recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer, keeper)
+    recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer, response_cache)
     if fields.background:
         existing = await _existing_response(request, resolved, durable) if durable.repeats_stored_response else None
         if existing is not None:

@@ -1,4 +1,4 @@
-"""A model_type's family is the same whether one file of engine/families is imported or all are."""
+"""find_any_family returns the same family whether it imports one module of engine/families or all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_lookup_finds_family_of_every_model_type() -> None:
     }
 
 
-def test_lookup_imports_no_other_family_when_file_has_type_as_name() -> None:
+def test_lookup_imports_only_the_module_that_has_the_model_type_as_name() -> None:
     code = (
         "import sys;"
         "from quire.engine.families import find_decoder_family, find_encoder_family, find_multimodal_family;"
@@ -54,6 +54,6 @@ def test_lookup_imports_no_other_family_when_file_has_type_as_name() -> None:
         "print(*sorted(name.rpartition('.')[2] for name, module in sys.modules.items()"
         " if name.rpartition('.')[0] in ('quire.engine.families', 'quire.engine.families.vision')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["base", "llama", "modernbert", "vision"]
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["base", "llama", "modernbert", "vision"]

@@ -149,21 +149,21 @@ def test_older_form_is_free_text_with_triggered_schemas() -> None:
         ([], "must be an object"),
         ({}, "needs format, or structures and triggers"),
         ({"structures": [{"begin": "a"}], "triggers": ["a"]}, r"structures\[0\] must be an object with begin, schema"),
-        ({"structures": [], "triggers": ["a"]}, "structures.tags must be a list, and not empty"),
+        ({"structures": [], "triggers": ["a"]}, "structures.tags must be a non-empty list"),
         ({"format": {"type": "token", "token": 5}}, r"format.type 'token' is not supported; supported: const_string"),
         ({"format": {"type": "qwen_xml_parameter", "json_schema": {}}}, "'qwen_xml_parameter' is not supported"),
         ({"format": {**JSON, "style": "qwen_xml"}}, "format.style 'qwen_xml' is not supported, only json"),
         ({"format": {**JSON, "any_order": True}}, "format.any_order is not supported in a format of type json_schema"),
         ({"format": {"type": "any_text", "max_tokens": 5}}, "format.max_tokens is not supported"),
         ({"format": {"type": "json_schema"}}, "format: a JSON schema must be an object"),
-        ({"format": {"type": "const_string", "value": ""}}, "format.value must be a string, and not empty"),
-        ({"format": {"type": "repeat", "content": JSON, "min": 3, "max": 2}}, "format needs integers min"),
-        ({"format": triggered(triggers=["<g"])}, r"format.tags\[0\].begin must begin with one of the triggers"),
-        ({"format": triggered(triggers=["<f", "<f="])}, "one of the triggers, but it does with 2"),
+        ({"format": {"type": "const_string", "value": ""}}, "format.value must be a non-empty string"),
+        ({"format": {"type": "repeat", "content": JSON, "min": 3, "max": 2}}, "format needs an integer min"),
+        ({"format": triggered(triggers=["<g"])}, r"format.tags\[0\].begin must begin with exactly one of the triggers"),
+        ({"format": triggered(triggers=["<f", "<f="])}, "one of the triggers, but begins with 2"),
         ({"format": triggered(at_least_one=1)}, "format.at_least_one must be true or false"),
         (
             {"format": triggered(triggers=["<|b"], tags=[{"begin": "<|bos|>", "content": JSON, "end": ""}])},
-            r"the trigger '<\|b' is a part of the token '<\|bos\|>'",
+            r"the trigger '<\|b' ends inside the token '<\|bos\|>'",
         ),
         (
             {"format": {"type": "sequence", "elements": [{"type": "any_text"}, JSON]}},
@@ -179,7 +179,7 @@ def test_older_form_is_free_text_with_triggered_schemas() -> None:
         ({"format": {"type": "grammar", "grammar": "root ::= ("}}, "format: neither a Lark nor a GBNF grammar"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_name(value: Any, error: str) -> None:
+def test_unsupported_format_is_refused_with_its_path(value: Any, error: str) -> None:
     with pytest.raises(InvalidRequest, match=error):
         make_grammar(value)
 
@@ -219,7 +219,7 @@ def test_random_model_writes_valid_tags(engine: EngineCore) -> None:
     names = "abcdefghijklmnopqrstuvwxyz"
     structures = [{"begin": f"{name}<f>", "schema": CITY, "end": "</f>"} for name in names]
     tags = [{"begin": each["begin"], "content": JSON, "end": each["end"]} for each in structures]
-    asked: dict[str, Any] = {
+    values: dict[str, Any] = {
         "older": {"structures": structures, "triggers": list(names)},
         "newer": {"format": {"type": "triggered_tags", "triggers": list(names), "tags": tags, "at_least_one": True}},
         "several": {"format": {"type": "repeat", "min": 2, "max": 4, "content": {"type": "or", "elements": [
@@ -228,21 +228,21 @@ def test_random_model_writes_valid_tags(engine: EngineCore) -> None:
     }  # fmt: skip
     requests = [
         request(f"{name} {seed}", [65, 66], seed=seed, temperature=1.0, max_tokens=600, grammar=make_grammar(value))
-        for name, value in asked.items()
+        for name, value in values.items()
         for seed in range(8)
     ]
     num_tags = 0
     for name, answer in run(engine, requests).items():
         text = TOKENIZER.decode(answer.ids)
         pieces = re.split(r"([a-z]<f>.*?</f>)", text, flags=re.DOTALL)
-        free, found = pieces[::2], pieces[1::2]
+        free, tagged = pieces[::2], pieces[1::2]
         if answer.finish_reason == "length":
             free[-1] = free[-1].rpartition("<f>")[0][:-1] if "<f>" in free[-1] else re.sub("[a-z]<?f?$", "", free[-1])
         assert not re.search("[a-z]", "".join(free)), (name, text)
         if name.startswith("several"):
-            assert len(found) >= 2
+            assert len(tagged) >= 2
             assert "".join(free) == ""
-        for each in found:
+        for each in tagged:
             jsonschema.validate(json.loads(each[4:-4]), CITY)
-        num_tags += len(found)
+        num_tags += len(tagged)
     assert num_tags > 24

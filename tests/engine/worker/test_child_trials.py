@@ -1,4 +1,4 @@
-"""Libraries are tried in a child process. A short program takes the place of the real one, which the last test runs."""
+"""Libraries are tried in a child process. A short program replaces the real worker, which the last test runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def trials_of(runs: Path, body: str, machine: dict[str, str] | None = None, **fields: Any) -> ChildTrials:
+def make_trials(runs: Path, body: str, machine: dict[str, str] | None = None, **fields: Any) -> ChildTrials:
     worker = ("-c", CHILD + body, str(runs))
     described = MACHINE if machine is None else machine
     return ChildTrials(runs.parent / "verdicts", lambda: described, lambda: None, worker=worker, **fields)
@@ -89,50 +89,50 @@ def only_verdict(runs: Path) -> Path:
     ],
     ids=["abort", "error", "silent", "hang"],
 )
-def test_child_that_ends_without_verdict_costs_that_backend_alone(
+def test_child_that_ends_without_verdict_rules_out_only_its_backend(
     flash: Flash2Backend, runs: Path, body: str, reason: str
 ) -> None:
-    trials = trials_of(runs, body, timeout_seconds=0.6)
-    failure = trials.failure_reason(flash, [PROBE])
+    trials = make_trials(runs, body, timeout_seconds=0.6)
+    failure = trials.find_failure(flash, [PROBE])
     path = only_verdict(runs)
     assert failure == f"its trial {reason} (to try again, delete {path} or pass --attention-backend flash)"
-    assert trials.failure_reason(flash, [PROBE]) == failure
+    assert trials.find_failure(flash, [PROBE]) == failure
     assert count(runs) == 1
     path.unlink()
-    assert trials_of(runs, PASSES).failure_reason(flash, [PROBE]) is None
+    assert make_trials(runs, PASSES).find_failure(flash, [PROBE]) is None
     assert count(runs) == 2
 
 
 @pytest.mark.parametrize(("body", "failure"), [(PASSES, None), (FAILS, "differs from the reference for a prompt")])
-def test_second_start_takes_the_kept_verdict_without_a_child(
+def test_second_start_reads_saved_verdict_without_a_child(
     flash: Flash2Backend, runs: Path, body: str, failure: str | None
 ) -> None:
     for _ in range(2):
-        reason = trials_of(runs, body).failure_reason(flash, [PROBE])
+        reason = make_trials(runs, body).find_failure(flash, [PROBE])
         assert (reason or "").startswith(failure or "")
         assert (reason is None) == (failure is None)
     assert count(runs) == 1
-    kept = json.loads(only_verdict(runs).read_text())
-    assert kept["verdict"] == {"failure": failure, "seconds": 1.5}
-    assert kept["key"]["machine"] == MACHINE
+    file = json.loads(only_verdict(runs).read_text())
+    assert file["verdict"] == {"failure": failure, "seconds": 1.5}
+    assert file["key"]["machine"] == MACHINE
 
 
-def test_other_machine_shape_or_mode_is_tried_anew(flash: Flash2Backend, runs: Path) -> None:
-    assert trials_of(runs, FAILS).failure_reason(flash, [PROBE]) is not None
-    passing = trials_of(runs, PASSES)
-    assert trials_of(runs, PASSES, MACHINE | {"driver": "590"}).failure_reason(flash, [PROBE]) is None
-    assert passing.failure_reason(flash, [replace(PROBE, head_dim=128)]) is None
-    assert passing.failure_reason(flash, [replace(PROBE, capture=None)]) is None
-    assert passing.failure_reason(Flash2Backend(deterministic=True), [PROBE]) is None
+def test_trial_runs_again_on_other_machine_shape_or_mode(flash: Flash2Backend, runs: Path) -> None:
+    assert make_trials(runs, FAILS).find_failure(flash, [PROBE]) is not None
+    passing = make_trials(runs, PASSES)
+    assert make_trials(runs, PASSES, MACHINE | {"driver": "590"}).find_failure(flash, [PROBE]) is None
+    assert passing.find_failure(flash, [replace(PROBE, head_dim=128)]) is None
+    assert passing.find_failure(flash, [replace(PROBE, capture=None)]) is None
+    assert passing.find_failure(Flash2Backend(deterministic=True), [PROBE]) is None
     assert count(runs) == 5
 
 
 def test_named_backend_is_tried_again_only_after_a_failure(flash: Flash2Backend, runs: Path) -> None:
-    assert trials_of(runs, FAILS).failure_reason(flash, [PROBE]) is not None
-    named = trials_of(runs, PASSES, retry_failures=True)
-    assert named.failure_reason(flash, [PROBE]) is None
-    assert named.failure_reason(flash, [PROBE]) is None
-    assert trials_of(runs, PASSES).failure_reason(flash, [PROBE]) is None
+    assert make_trials(runs, FAILS).find_failure(flash, [PROBE]) is not None
+    named = make_trials(runs, PASSES, retry_failures=True)
+    assert named.find_failure(flash, [PROBE]) is None
+    assert named.find_failure(flash, [PROBE]) is None
+    assert make_trials(runs, PASSES).find_failure(flash, [PROBE]) is None
     assert count(runs) == 2
 
 
@@ -140,42 +140,42 @@ def test_named_backend_is_tried_again_only_after_a_failure(flash: Flash2Backend,
 def test_corrupt_verdict_is_ignored_and_logged(
     flash: Flash2Backend, runs: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trials_of(runs, FAILS).failure_reason(flash, [PROBE])
+    make_trials(runs, FAILS).find_failure(flash, [PROBE])
     only_verdict(runs).write_bytes(content)
-    assert trials_of(runs, PASSES).failure_reason(flash, [PROBE]) is None
+    assert make_trials(runs, PASSES).find_failure(flash, [PROBE]) is None
     assert f"{only_verdict(runs)} is not the verdict of a trial" in caplog.text
     assert count(runs) == 2
-    assert trials_of(runs, PASSES).failure_reason(flash, [PROBE]) is None
+    assert make_trials(runs, PASSES).find_failure(flash, [PROBE]) is None
     assert count(runs) == 2
 
 
 def test_verdict_of_another_card_under_this_name_is_ignored(
     flash: Flash2Backend, runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trials_of(runs, FAILS).failure_reason(flash, [PROBE])
+    make_trials(runs, FAILS).find_failure(flash, [PROBE])
     path = only_verdict(runs)
     path.write_text(path.read_text().replace("H100", "B200"))
-    assert trials_of(runs, PASSES).failure_reason(flash, [PROBE]) is None
+    assert make_trials(runs, PASSES).find_failure(flash, [PROBE]) is None
     assert f"{path} is the verdict of another trial" in caplog.text
 
 
 @pytest.mark.parametrize("body", [LACKS_MEMORY, "os.kill(os.getpid(), signal.SIGKILL)"], ids=["memory", "killed"])
-def test_failure_that_may_pass_is_not_kept(flash: Flash2Backend, runs: Path, body: str) -> None:
-    failure = trials_of(runs, body).failure_reason(flash, [PROBE])
+def test_failure_that_may_pass_is_not_saved(flash: Flash2Backend, runs: Path, body: str) -> None:
+    failure = make_trials(runs, body).find_failure(flash, [PROBE])
     assert failure is not None
     assert failure.endswith("(the next start tries again)")
     assert not (runs.parent / "verdicts").exists()
 
 
-def test_verdicts_that_cannot_be_kept_do_not_end_the_start(flash: Flash2Backend, runs: Path) -> None:
-    (runs.parent / "verdicts").write_text("a file where the folder would be")
-    assert trials_of(runs, PASSES).failure_reason(flash, [PROBE]) is None
-    assert trials_of(runs, FAILS).failure_reason(flash, [PROBE]) == (
+def test_verdicts_that_cannot_be_saved_do_not_end_the_start(flash: Flash2Backend, runs: Path) -> None:
+    (runs.parent / "verdicts").write_text("a file in the folder's place")
+    assert make_trials(runs, PASSES).find_failure(flash, [PROBE]) is None
+    assert make_trials(runs, FAILS).find_failure(flash, [PROBE]) == (
         "differs from the reference for a prompt (the next start tries again)"
     )
 
 
-def test_backend_is_tried_in_this_process_if_no_other_can_use_the_gpu(
+def test_backend_is_tried_in_process_if_no_child_can_use_the_gpu(
     monkeypatch: pytest.MonkeyPatch, runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a GPU in exclusive mode."""
@@ -184,12 +184,12 @@ def test_backend_is_tried_in_this_process_if_no_other_can_use_the_gpu(
     )
     library = FakeFlashAttn()
     install_flash(monkeypatch, library)
-    assert refused.failure_reason(Flash2Backend(), [replace(PROBE, capture=None)]) is None
+    assert refused.find_failure(Flash2Backend(), [replace(PROBE, capture=None)]) is None
     assert "ended before its trial: device is busy" in caplog.text
     assert library.calls
 
 
-def test_waiting_reports_progress_and_kills_the_child_of_an_ended_start(flash: Flash2Backend, runs: Path) -> None:
+def test_trial_reports_progress_and_kills_its_child_if_the_start_ends(flash: Flash2Backend, runs: Path) -> None:
     pids = runs.parent / "pid"
     seen = list[int]()
 
@@ -200,17 +200,17 @@ def test_waiting_reports_progress_and_kills_the_child_of_an_ended_start(flash: F
 
     body = f"open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
-        replace(trials_of(runs, body), progress=progress).failure_reason(flash, [PROBE])
+        replace(make_trials(runs, body), progress=progress).find_failure(flash, [PROBE])
     assert seen
     with pytest.raises(ProcessLookupError):
         os.kill(int(pids.read_text()), 0)
 
 
-def test_selection_passes_over_the_backend_and_says_how_to_try_again(
+def test_selection_takes_next_backend_and_names_file_to_delete(
     flash: Flash2Backend, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    trials = trials_of(runs, "os.abort() if b'\"flash\"' in line else None;" + PASSES)
+    trials = make_trials(runs, "os.abort() if b'\"flash\"' in line else None;" + PASSES)
     worker = [each.replace("os.read(0, 65536)", "line = os.read(0, 65536)") for each in trials.worker]
     trials = replace(trials, worker=worker)
     device = torch.device("cuda")
@@ -223,7 +223,7 @@ def test_selection_passes_over_the_backend_and_says_how_to_try_again(
     assert "flash: its trial was killed by SIGABRT (to try again, delete " in why
 
 
-def test_probe_survives_the_way_to_a_child() -> None:
+def test_probe_equals_itself_after_encoding_for_a_child() -> None:
     probe = replace(PROBE, kv_dtype=torch.float8_e4m3fn, softcap=30.0, has_sinks=True)
     sent = msgspec.json.decode(msgspec.json.encode(ProbeSettings.from_probe(probe)), type=ProbeSettings)
     assert sent.uses_graph
@@ -234,32 +234,32 @@ def test_replicas_that_start_together_run_one_trial(
     flash: Flash2Backend, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(runs.parent))
-    trials = trials_of(runs, "time.sleep(0.2);" + PASSES)
+    trials = make_trials(runs, "time.sleep(0.2);" + PASSES)
 
     def start(_: int) -> str | None:
         with compile_lock(lambda: None):
-            return trials.failure_reason(flash, [PROBE])
+            return trials.find_failure(flash, [PROBE])
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(start, range(3))) == [None] * 3
     assert count(runs) == 1
 
 
-def test_start_tries_libraries_in_a_child_and_own_kernels_here(
+def test_start_tries_libraries_in_a_child_and_own_kernels_in_process(
     flash: Flash2Backend, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend_trials, "PagedAttentionProbe", lambda *_, **__: replace(PROBE, capture=None))
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"]))
     spec, types = decoder_spec(read_model_config(tmp_path)), (torch.bfloat16, torch.bfloat16)
     config = EngineConfig(enforce_eager=True)
-    (trial,) = choose_trials(config, torch.device("cuda"), types, spec, trials_of(runs, FAILS))
+    (trial,) = choose_trials(config, torch.device("cuda"), types, spec, make_trials(runs, FAILS))
     assert "differs from the reference" in str(trial(flash))
     assert count(runs) == 1
     assert trial(ReferenceBackend()) is None
     assert count(runs) == 1
 
 
-def test_named_backend_ignores_kept_failures_and_cpus_have_no_trials(
+def test_named_backend_ignores_saved_failures_and_cpus_have_no_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -271,7 +271,7 @@ def test_named_backend_ignores_kept_failures_and_cpus_have_no_trials(
     assert automatic is not None
     assert named is not None
     assert (automatic.retry_failures, named.retry_failures) == (False, True)
-    assert automatic.folder == tmp_path / "quire-trials"
+    assert automatic.verdict_folder == tmp_path / "quire-trials"
     assert make_child_trials(EngineConfig(), CPU, lambda: None, lambda: None) is None
 
 
@@ -312,7 +312,7 @@ trial_worker.main()
 
 
 @pytest.mark.slow
-def test_library_that_aborts_and_one_that_is_wrong_leave_the_start_to_the_next(
+def test_selection_takes_next_library_after_one_aborts_and_one_is_wrong(
     flash: Flash2Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_flash3(monkeypatch, FakeFlash3())

@@ -58,12 +58,12 @@ def typical_tokens(probs: np.ndarray, mass: float) -> set[int]:
     """Meister et al., 2022, eq. 4: the smallest sum of |entropy - information| that reaches the mass."""
     information = np.array([-np.log(p) if p else np.inf for p in probs])
     entropy = sum(p * each for p, each in zip(probs, information, strict=True) if p)
-    kept: set[int] = set()
+    tokens: set[int] = set()
     for token in sorted(range(len(probs)), key=lambda token: abs(entropy - information[token])):
-        if sum(probs[list(kept)]) >= mass:
+        if sum(probs[list(tokens)]) >= mass:
             break
-        kept.add(token)
-    return kept
+        tokens.add(token)
+    return tokens
 
 
 def tokens_after_xtc(probs: np.ndarray, threshold: float) -> set[int]:
@@ -132,15 +132,15 @@ def test_xtc_keeps_only_least_likely_top_choice(threshold: float) -> None:
 def test_filters_see_probabilities_of_what_earlier_filters_kept() -> None:
     logits = noise(200)
     values = logits.double().numpy() / 1.3
-    kept = np.argsort(-values)[:50]
-    kept = kept[list(typical_tokens(softmax(values[kept]), 0.9))]
-    kept = kept[np.argsort(-values[kept])]
-    kept = kept[: np.searchsorted(softmax(values[kept]).cumsum(), 0.8) + 1]
-    probs = softmax(values[kept])
-    kept = kept[probs >= 0.1 * probs.max()]
-    kept = kept[list(tokens_after_xtc(softmax(values[kept]), 0.08))]
+    tokens = np.argsort(-values)[:50]
+    tokens = tokens[list(typical_tokens(softmax(values[tokens]), 0.9))]
+    tokens = tokens[np.argsort(-values[tokens])]
+    tokens = tokens[: np.searchsorted(softmax(values[tokens]).cumsum(), 0.8) + 1]
+    probs = softmax(values[tokens])
+    tokens = tokens[probs >= 0.1 * probs.max()]
+    tokens = tokens[list(tokens_after_xtc(softmax(values[tokens]), 0.08))]
     chain = {"top_k": 50, "typical_p": 0.9, "top_p": 0.8, "min_p": 0.1, "xtc_probability": 1.0, "xtc_threshold": 0.08}
-    assert kept_tokens(logits, temperature=1.3, **chain) == sorted(kept.tolist())
+    assert kept_tokens(logits, temperature=1.3, **chain) == sorted(tokens.tolist())
 
 
 def test_filters_keep_equal_logits_together() -> None:
@@ -178,7 +178,7 @@ def test_dry_penalty_stays_finite(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("off", [{"dry_multiplier": 0.0}, {"dry_multiplier": 1.0, "dry_penalty_last_n": 0}])
-def test_dry_that_is_off_changes_nothing(off: dict[str, Any]) -> None:
+def test_dry_changes_nothing_when_off(off: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0.0, dry_base=3.0, dry_sequence_breaker_ids=((1,),), **off)
     assert make_dry_rule(params) is None
     assert is_plain_greedy_request(params)
@@ -213,6 +213,6 @@ def test_xtc_draws_follow_probability_and_do_not_repeat_token_draws() -> None:
     assert abs(np.corrcoef(draws, uniform_draws(*zip(*places, strict=True)).numpy())[0, 1]) < 0.05
 
 
-def test_filters_leave_greedy_rows_alone() -> None:
+def test_filters_do_not_change_greedy_rows() -> None:
     logits = torch.tensor([[3.0, 2.9, 0.0]])
     assert sample_token_ids(logits, [make_row(temperature=0.0, xtc_probability=1.0, typical_p=0.1)]).tolist() == [0]

@@ -42,7 +42,7 @@ def test_file_of_ended_server_is_replaced_and_keeps_permissions(path: Path) -> N
             client.connect(str(path))
 
 
-def test_running_servers_socket_and_other_files_are_refused(path: Path) -> None:
+def test_socket_of_running_server_and_other_files_are_refused(path: Path) -> None:
     config = ServerConfig(uds=path)
     with open_listener(config) as listener:
         listener.listen()
@@ -50,7 +50,7 @@ def test_running_servers_socket_and_other_files_are_refused(path: Path) -> None:
             pass
         assert path.exists()
     path.write_text("notes")
-    with pytest.raises(ConfigError, match=r"quire\.sock is there, and is no socket"), open_listener(config):
+    with pytest.raises(ConfigError, match=r"quire\.sock exists and is not a socket"), open_listener(config):
         pass
     assert path.read_text() == "notes"
     for wrong, why in (("no/such/folder/s", "No such file"), ("x" * 200, "too long")):
@@ -59,7 +59,7 @@ def test_running_servers_socket_and_other_files_are_refused(path: Path) -> None:
             pass
 
 
-def test_socket_of_server_started_since_is_not_removed(path: Path) -> None:
+def test_socket_of_later_server_is_not_removed(path: Path) -> None:
     with open_listener(ServerConfig(uds=path)):
         os.unlink(path)
         with socket.socket(socket.AF_UNIX) as other:
@@ -71,5 +71,5 @@ def test_uds_flag_excludes_host_and_port_flags(path: Path, capsys: pytest.Captur
     for flag, value in (("--host", "127.0.0.1"), ("--port", "1")):
         with pytest.raises(SystemExit):
             main(["--uds", str(path), flag, value], 0.0)
-        assert f"--uds and {flag} both say where to listen" in capsys.readouterr().err
+        assert f"--uds and {flag} cannot be combined" in capsys.readouterr().err
     assert not path.exists()

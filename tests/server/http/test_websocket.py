@@ -17,7 +17,7 @@ import websocket
 from quire.server.access.body_reader import BodyReader, BodyTimeouts
 from quire.server.access.memory_lease import MemoryLease
 from quire.server.http.websocket import WebSocketConnection
-from quire.server.resolve.other_apis.history import KeptResponse
+from quire.server.resolve.other_apis.history import CachedResponse
 from quire.server.routes.websocket.client_events import CreateEvent
 from quire.server.routes.websocket.lanes import Lane, Lanes
 from quire.server.shared_capacity import SharedCapacity
@@ -32,19 +32,19 @@ from tests.server.websocket_client import (
     PING,
     PONG,
     TEXT,
-    Refused,
+    HandshakeRefused,
     Socket,
     connect,
-    connected,
     frame,
     handshake,
+    open_websocket,
 )
 
 LETTERS = hashed(b"abcdefgh")
 PATH = "/v1/responses"
 CREATE = json.dumps({"type": "response.create", "model": NAME, "input": "Hi", "max_output_tokens": 3}).encode()
 HEAD = struct.pack("!BBQ", 0x80 | TEXT, 0x80 | 127, 2**62) + b"\0\0\0\0"
-"""Of a frame of four exabytes."""
+"""Header of a frame of four exabytes."""
 HOSTILE = {
     "an unmasked frame": ([frame(TEXT, CREATE, mask=b"")], 1002),
     "reserved bits": ([bytes([0xF1]) + frame(TEXT, CREATE)[1:]], 1002),
@@ -65,24 +65,24 @@ HOSTILE = {
     "many empty messages": ([frame(TEXT, b"")] * 2000, 1008),
     "binary messages": ([frame(BINARY, b"\0" * 100)] * 101, 1008),
 }
-"""Frames, and the code that the connection is closed with."""
+"""Frames, and the close code that they cause."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_frames_close_their_own_connection(name: str) -> None:
     frames, code = HOSTILE[name]
-    async with serving(FakeEngine(LETTERS), max_body_size=1) as port, connected(port.number) as other:
+    async with serving(FakeEngine(LETTERS), max_body_size=1) as port, open_websocket(port.number) as other:
         await other.create(model=NAME, input="Hi", max_output_tokens=3)
-        async with connected(port.number) as hostile:
+        async with open_websocket(port.number) as hostile:
             sending = asyncio.create_task(hostile.send_frames(b"".join(frames)))
-            assert await hostile.closed() in (code, 1006), "1006: the error is lost when data arrive after the end"
+            assert await hostile.wait_closed() in (code, 1006), "1006: the close frame may be lost"
             await sending
         assert (await other.events())[-1]["type"] == "response.incomplete"
         assert (await other.answer(model=NAME, input="Hi", max_output_tokens=3))["status"] == "incomplete"
 
 
 async def test_pings_between_fragments_are_answered_and_small_frames_allowed() -> None:
-    async with serving(FakeEngine(LETTERS)) as port, connected(port.number) as client:
+    async with serving(FakeEngine(LETTERS)) as port, open_websocket(port.number) as client:
         await client.send_frames(frame(PING, b"are you there?"))
         assert await client.receive_frame() == (PONG, b"are you there?")
         pieces = [frame(CONTINUATION, bytes([each]), end=False) for each in CREATE[1:]]
@@ -94,14 +94,14 @@ async def test_pings_between_fragments_are_answered_and_small_frames_allowed() -
 
 
 async def test_too_large_message_is_refused_with_the_limit_of_bodies() -> None:
-    async with serving(FakeEngine(LETTERS), max_body_size=1) as port, connected(port.number) as client:
+    async with serving(FakeEngine(LETTERS), max_body_size=1) as port, open_websocket(port.number) as client:
         fits = json.dumps({"type": "response.create", "model": NAME, "input": "Hi", "max_output_tokens": 3}).encode()
         await client.send_frames(frame(TEXT, fits + b" " * (2**20 - len(fits))))
         assert (await client.events())[-1]["type"] == "response.incomplete"
         await client.send_frames(frame(TEXT, fits + b" " * 2**20))
         error = await client.receive()
         assert (error["status"], "--max-body-size" in error["error"]["message"]) == (413, True)
-        assert await client.closed() == 1009
+        assert await client.wait_closed() == 1009
 
 
 async def test_message_is_refused_when_other_bodies_use_all_memory() -> None:
@@ -109,7 +109,7 @@ async def test_message_is_refused_when_other_bodies_use_all_memory() -> None:
         app: Any = port.server.config.app
         reader = BodyReader(300_000, 300_000, BodyTimeouts(wait_seconds=0.3, check_interval=0.1))
         app.state.server = replace(app.state.server, body_reader=reader)
-        async with connected(port.number) as other, connected(port.number) as client:
+        async with open_websocket(port.number) as other, open_websocket(port.number) as client:
             await other.send_frames(frame(TEXT, CREATE[:-1], end=False), frame(0, b" " * 200_000, end=False))
             while not reader.reserved_bytes:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -143,13 +143,13 @@ async def test_client_that_does_not_read_is_cut_off_after_write_timeout() -> Non
         client.writer.close()
 
 
-async def test_client_that_answers_no_pings_stays_while_its_machine_is_there() -> None:
-    """A simple client answers pings only while it waits for a response. The system ends a connection to a machine that
-    is gone: acknowledgments come from its kernel.
+async def test_client_that_answers_no_pings_stays_while_its_machine_acknowledges_them() -> None:
+    """A simple client answers pings only while it waits for a response. Its kernel always acknowledges them, so the
+    server's kernel ends only connections to machines that are gone.
     """
     async with serving(FakeEngine(LETTERS)) as port:
         port.server.config.ws_ping_interval = 0.02
-        async with connected(port.number) as client:
+        async with open_websocket(port.number) as client:
             await asyncio.sleep(0.3)
             (connection,) = port.server.server_state.connections
             accepted = cast(WebSocketConnection, connection).transport.get_extra_info("socket")
@@ -165,7 +165,7 @@ ORIGINS = {
     "an allowed one": (["Origin: https://a.example"], True),
     "another": (["Origin: https://b.example"], False),
     "another scheme of an allowed one": (["Origin: http://a.example"], False),
-    "one that ends alike": (["Origin: https://x127.0.0.1"], False),
+    "one with the same ending": (["Origin: https://x127.0.0.1"], False),
     "another port": (["Origin: http://127.0.0.1:81"], False),
     "a sandboxed page's": (["Origin: null"], False),
     "an empty one": (["Origin: "], False),
@@ -179,7 +179,7 @@ async def test_pages_of_foreign_origins_open_no_websocket() -> None:
             if is_allowed:
                 (await connect(port.number, *headers)).writer.close()
                 continue
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(HandshakeRefused) as refused:
                 await connect(port.number, *headers)
             assert (refused.value.status, refused.value.error["code"]) == (403, "origin_not_allowed"), name
         rebound = handshake(PATH, "Origin: http://evil.example", "Connection: close").replace(
@@ -192,19 +192,19 @@ async def test_pages_of_foreign_origins_open_no_websocket() -> None:
         (await connect(port.number, "Origin: https://b.example")).writer.close()
 
 
-async def test_websocket_needs_api_key_and_has_its_limits(tmp_path: Path) -> None:
+async def test_websocket_needs_api_key_and_is_subject_to_its_limits(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[a]\nkey = "first"\nrequests_per_minute = 2\n[b]\nkey = "second"\n')
     async with serving(FakeEngine(LETTERS), api_key_file=keys, data_dir=tmp_path / "data") as port:
         for headers, path in (([], PATH), (["Authorization: Bearer no"], PATH), ([], f"{PATH}?api_key=first")):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(HandshakeRefused) as refused:
                 await connect(port.number, *headers, path=path)
             assert (refused.value.status, refused.value.error["code"]) == (401, "invalid_api_key")
-        with pytest.raises(Refused):
+        with pytest.raises(HandshakeRefused):
             await connect(port.number, "Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.first")
         async with (
-            connected(port.number, "Authorization: Bearer first") as first,
-            connected(port.number, "x-api-key: second") as second,
+            open_websocket(port.number, "Authorization: Bearer first") as first,
+            open_websocket(port.number, "x-api-key: second") as second,
         ):
             answers = [await first.answer(model=NAME, input="Hi", max_output_tokens=3) for _ in range(3)]
             assert [each.get("status") for each in answers] == ["incomplete", "incomplete", 429]
@@ -213,25 +213,25 @@ async def test_websocket_needs_api_key_and_has_its_limits(tmp_path: Path) -> Non
             assert {"retry-after", "x-ratelimit-limit-requests"} <= error["headers"].keys()
             foreign = await second.answer(model=NAME, input="Hi", previous_response_id=answers[0]["id"])
             assert foreign["error"]["code"] == "previous_response_not_found"
-            async with connected(port.number, "Authorization: Bearer first") as third:
+            async with open_websocket(port.number, "Authorization: Bearer first") as third:
                 assert (await third.answer(model=NAME, input="Hi"))["status"] == 429, "the key's, not the connection's"
 
 
 async def test_number_of_websockets_is_bounded_and_ended_ones_make_room() -> None:
     async with serving(FakeEngine(LETTERS), max_websockets=1) as port:
         app: Any = port.server.config.app
-        async with connected(port.number) as client:
-            with pytest.raises(Refused) as refused:
+        async with open_websocket(port.number) as client:
+            with pytest.raises(HandshakeRefused) as refused:
                 await connect(port.number)
             assert (refused.value.status, refused.value.error["code"]) == (503, "overloaded")
             await client.send_frames(frame(CLOSE, struct.pack("!H", 1000)))
-            assert await client.closed() == 1000
+            assert await client.wait_closed() == 1000
         async with asyncio.timeout(10):
             while app.state.server.websockets.connections.total_used:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (await connect(port.number)).writer.close()
     async with serving(FakeEngine(LETTERS), max_websockets=0) as port:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(HandshakeRefused) as refused:
             await connect(port.number)
         assert refused.value.status == 426
 
@@ -239,7 +239,7 @@ async def test_number_of_websockets_is_bounded_and_ended_ones_make_room() -> Non
 @pytest.mark.parametrize("name", ["Idempotency-Key", "Last-Event-ID"])
 async def test_headers_of_one_request_are_refused_when_connecting(name: str) -> None:
     async with serving(FakeEngine(LETTERS)) as port:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(HandshakeRefused) as refused:
             await connect(port.number, f"{name}: a")
         assert refused.value.status == 400
         assert refused.value.error["param"].lower() == name.lower()
@@ -268,12 +268,12 @@ async def test_broken_handshakes_are_answered_as_http() -> None:
 async def test_websocket_below_root_path_is_served() -> None:
     async with serving(FakeEngine(LETTERS), root_path="/llm") as port:
         for path in (PATH, f"/llm{PATH}"):
-            async with connected(port.number, path=path) as client:
+            async with open_websocket(port.number, path=path) as client:
                 assert (await client.answer(model=NAME, input="Hi", max_output_tokens=3))["status"] == "incomplete"
 
 
 async def test_independent_library_continues_a_conversation() -> None:
-    """websocket-client, with which OpenAI's guide began."""
+    """websocket-client, which OpenAI's guide used first."""
 
     def talk(url: str) -> list[str]:
         client = websocket.create_connection(url, timeout=30, header=["Authorization: Bearer none"])
@@ -292,22 +292,22 @@ async def test_independent_library_continues_a_conversation() -> None:
         assert await asyncio.to_thread(talk, port.url.replace("http", "ws") + PATH) == ["Ça va."] * 2
 
 
-async def test_memory_of_kept_responses_is_bounded_and_returned() -> None:
+async def test_memory_of_cached_responses_is_bounded_and_returned() -> None:
     budget = SharedCapacity(1000)
     others = MemoryLease(budget, "", uncounted_bytes=0)
     others.grow_lease(300)
 
     async def answer(lane: Lane, event: CreateEvent) -> None:
         id, _, size = event.body.decode().partition(" ")
-        lanes.keep(lane, KeptResponse(id, (b"x" * int(size),), is_stored=False))
+        lanes.cache_response(lane, CachedResponse(id, (b"x" * int(size),), is_stored=False))
 
     lanes = Lanes(answer, lease := MemoryLease(budget, "", uncounted_bytes=0))
     for lane, id, size in (("1", "resp_1", 200), ("1", "resp_2", 300), ("2", "resp_3", 500)):
         lanes.add_event(CreateEvent(lane, None, f"{id} {size}".encode()))
         await asyncio.gather(*lanes.tasks)
-    assert lanes.find_kept("resp_1") is None, "the lane went on"
-    assert lanes.find_kept("resp_2") is not None
-    assert lanes.find_kept("resp_3") is None, "there is no room"
+    assert lanes.find_cached_response("resp_1") is None, "the lane has a newer response"
+    assert lanes.find_cached_response("resp_2") is not None
+    assert lanes.find_cached_response("resp_3") is None, "there is no room"
     assert budget.total_used == 600
     lease.release_lease()
     assert budget.total_used == 300

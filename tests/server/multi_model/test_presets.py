@@ -107,7 +107,7 @@ async def test_every_api_applies_preset(path: str, body: dict[str, Any], stream:
         assert engines[0].seen[-1].params.max_tokens == 4
 
 
-async def test_llama_cpps_endpoints_get_presets_parameters(tmp_path: Path) -> None:
+async def test_preset_parameters_apply_to_llama_cpp_endpoints(tmp_path: Path) -> None:
     async with open_app(read_models(tmp_path, SMALL + PIRATE)) as (engines, http, _):
         for fields, most in (({}, 4), ({"n_predict": 2}, 2), ({"n_predict": 0}, 1)):
             answer = await http.post("/completion", json={"model": "pirate", "prompt": "Hi", **fields})

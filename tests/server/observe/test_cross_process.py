@@ -45,7 +45,7 @@ async def test_peer_calls_return_answers_and_leave_processes_alive(tmp_path: Pat
         assert await one.find_last_turn("x", "", "a") is None
         fingerprint = make_fingerprint({"tools": []}, ["Hi"], list(range(40)), ())
         assert peer.recent_prompts is not None
-        peer.recent_prompts.remember_prompt("x", "salt", "msg_a", fingerprint)
+        peer.recent_prompts.add_prompt("x", "salt", "msg_a", fingerprint)
         assert await one.find_peer_prompt("x", "salt", "msg_a") == fingerprint
         assert await one.find_peer_prompt("y", "salt", "msg_a") is None
         assert await peer.find_peer_prompt("x", "salt", "msg_a") is None, "it is no peer's"

@@ -223,7 +223,7 @@ async def test_structural_tag_and_tools_are_refused_together(api: Api) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     error = (await api.post("/v1/chat/completions", CHAT | {"response_format": TAG, "tools": tools}, 400))["error"]
     assert error["param"] == "response_format"
-    assert "not available together with tools" in error["message"]
+    assert "cannot be combined with tools" in error["message"]
     await api.post("/v1/chat/completions", CHAT | {"response_format": TAG, "tools": tools, "tool_choice": "none"})
 
 

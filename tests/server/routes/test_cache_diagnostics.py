@@ -1,4 +1,4 @@
-"""Cache diagnostics in the forms of OpenAI and Anthropic: what conversations are told that change one thing."""
+"""Cache diagnostics in the forms of OpenAI and Anthropic: the diagnostics of conversations that change one thing."""
 
 from __future__ import annotations
 
@@ -89,19 +89,19 @@ async def diagnose(api: Api, compared: str, **fields: Any) -> Any:
 async def test_message_diagnostics_name_what_changed(fields: dict[str, Any], reason: str | None) -> None:
     async with opened() as api:
         first = await begin(api)
-        found = await message_reason(api, first["id"], **fields)
-        assert (found and found["type"]) == reason
+        diagnosis = await message_reason(api, first["id"], **fields)
+        assert (diagnosis and diagnosis["type"]) == reason
         if reason is not None and reason != "unavailable":
             before, after = (len(each.prompt_ids) for each in api.engine.seen)
-            assert 0 < found.pop("cache_missed_input_tokens") <= min(before, after)
-        assert (found or {}).keys() <= {"type"}
+            assert 0 < diagnosis.pop("cache_missed_input_tokens") <= min(before, after)
+        assert (diagnosis or {}).keys() <= {"type"}
 
 
 async def test_message_diagnostics_are_unavailable_when_other_prompt_settings_change() -> None:
     async with opened(chat_template=THINKING) as api:
         first = await begin(api)
-        found = await message_reason(api, first["id"], thinking={"type": "enabled", "budget_tokens": 1024})
-        assert found == {"type": "unavailable"}
+        diagnosis = await message_reason(api, first["id"], thinking={"type": "enabled", "budget_tokens": 1024})
+        assert diagnosis == {"type": "unavailable"}
 
 
 async def test_message_diagnostics_skip_billing_header_of_agents() -> None:
@@ -167,18 +167,18 @@ async def test_response_diagnostics_name_what_changed(fields: dict[str, Any], re
     async with opened() as api:
         first = await api.post(RESPONSES, response_body())
         assert "prompt_cache_diagnostics" not in first
-        found = await diagnose(api, first["id"], **fields)
+        diagnosis = await diagnose(api, first["id"], **fields)
         if reason is None or reason == "unavailable":
-            assert found == {"type": reason or "cache_hit"}
+            assert diagnosis == {"type": reason or "cache_hit"}
             return
         before = len(api.engine.seen[0].prompt_ids)
-        assert found == {
+        assert diagnosis == {
             "type": "cache_miss",
             "reason": reason,
             "comparison_reusable_tokens": before // 16 * 16,
-            "cache_missed_tokens": found["cache_missed_tokens"],
+            "cache_missed_tokens": diagnosis["cache_missed_tokens"],
         }
-        assert 0 < found["cache_missed_tokens"] <= before
+        assert 0 < diagnosis["cache_missed_tokens"] <= before
 
 
 async def test_response_diagnostics_name_changed_reasoning_effort() -> None:
@@ -228,7 +228,7 @@ async def test_stored_responses_are_compared_by_chain_and_keep_their_diagnostics
         assert queued["prompt_cache_diagnostics"] == {"type": "cache_hit"}
 
 
-async def test_key_learns_nothing_of_answers_of_other_keys_and_salts() -> None:
+async def test_answers_of_other_keys_and_salts_are_not_found() -> None:
     async with opened(api_key=["one", "two"]) as api:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
         opt_in = message_body(diagnostics={"previous_message_id": None})
@@ -262,8 +262,8 @@ async def agent_turn(api: Api, path: str, sent: dict[str, Any], previous: str | 
 
 @pytest.mark.parametrize("agent", ["claude_code", "codex"])
 async def test_recorded_agents_change_nothing_until_tool_is_dropped(agent: str) -> None:
-    found = test_agents.record(agent)
-    turns = [(request["path"], test_agents.body(found, request)) for request in found["requests"]]
+    recorded = test_agents.record(agent)
+    turns = [(request["path"], test_agents.body(recorded, request)) for request in recorded["requests"]]
     turns = [(path, {**sent, "model": NAME}) for path, sent in turns if sent.get("tools")]
     async with open_api(ScriptedEngine(["Yes."] * 9), chat_template=TEMPLATE, tool_call_parser="hermes") as api:
         previous, diagnostics = await agent_turn(api, *turns[0], None)
@@ -329,7 +329,7 @@ async def test_counting_tokens_compares_nothing(api: Api) -> None:
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 async def test_resumed_stream_repeats_diagnostics_after_restart(tmp_path: Path, path: str) -> None:
-    """The next process does not know the earlier answer; the journal has what was said of it."""
+    """The next process does not know the earlier answer; the journal has its diagnostics."""
     first_body = message_body(diagnostics={"previous_message_id": None}) if path == MESSAGES else response_body()
     async with keeping(tmp_path) as (port, _), httpx.AsyncClient(base_url=port.url, timeout=30) as http:
         first = (await http.post(path, json=first_body)).json()["id"]

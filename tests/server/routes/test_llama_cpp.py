@@ -1,5 +1,5 @@
 """llama.cpp's /infill, /completion and /slots: bodies as llama.vim (autoload/llama.vim, a1c8e6e) and llama.vscode
-(src/llama-server.ts, 3938fb3) send them, and what both read.
+(src/llama-server.ts, 3938fb3) send them, and the fields that both read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.texts import sentence_piece_tokenizer
 EOS = 258
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 PREFIX, SUFFIX, MIDDLE, PAD, REPOSITORY, FILE = range(259, 265)
-"""Their ids after those of the byte-level tokenizer."""
+"""Their token ids, which follow those of the byte-level tokenizer."""
 VIM_FIELDS = ["content", *(f"timings/{phase}_{name}" for phase in ("prompt", "predicted") for name in ("n", "ms"))]
 VIM_FIELDS += [f"timings/{phase}_per_{name}" for phase in ("prompt", "predicted") for name in ("token_ms", "second")]
 VIM_FIELDS += ["truncated", "tokens_cached"]
@@ -86,7 +86,7 @@ VSCODE: dict[str, Any] = {
 
 @asynccontextmanager
 async def open_coder(engine: FakeEngine, names: Sequence[str] = QWEN, **options: Any) -> AsyncIterator[Api]:
-    """The model has these special tokens."""
+    """`names`: special tokens that the tokenizer gets."""
     async with open_api(engine, **options) as api:
         model = api.runtime.model
         model.tokenizer.backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
@@ -106,7 +106,7 @@ async def test_vim_infill_gets_fields_it_asks_for() -> None:
     assert response.text.startswith('{"content":"'), "the plugin's pattern for an answer"
     assert (body["content"], body["truncated"]) == ("return 1", False)
     prompt = len(last_ids(api))
-    cached = prompt // 2  # of the fake engine
+    cached = prompt // 2  # by the fake engine
     assert (body["timings/prompt_n"], body["timings/predicted_n"]) == (prompt - cached, 9)
     assert body["tokens_cached"] == prompt + 9
     assert response.headers["x-ignored-params"] == "id_slot, t_max_prompt_ms"
@@ -115,7 +115,7 @@ async def test_vim_infill_gets_fields_it_asks_for() -> None:
     assert {PAD, REPOSITORY, FILE} == set(params.stop_token_ids), "llama.cpp ends an answer at these too"
 
 
-async def test_infill_prompt_of_qwen_is_llama_cpps() -> None:
+async def test_infill_prompt_of_qwen_equals_llama_cpps() -> None:
     """format_prompt_infill of llama.cpp's server-common.cpp (006639c)."""
     async with open_coder(FakeEngine(hashed(b"a"))) as api:
         await api.post("/infill", {**VIM, "n_predict": 1})
@@ -123,7 +123,7 @@ async def test_infill_prompt_of_qwen_is_llama_cpps() -> None:
         assert last_ids(api) == [*expected, PREFIX, *b"def f():\n", *b"    ", SUFFIX, *b"\n", MIDDLE]
         await api.post("/infill", {"input_prefix": "a<|fim_middle|>", "input_suffix": "b", "n_predict": 1})
         whole = [REPOSITORY, *b"myproject\n", FILE, *b"filename\n", PREFIX, *b"a<|fim_middle|>", SUFFIX, *b"b", MIDDLE]
-        assert last_ids(api) == whole, "special tokens in source code are text"
+        assert last_ids(api) == whole, "special tokens in source code are treated as text"
 
 
 async def test_infill_without_repository_tokens_marks_snippets() -> None:
@@ -144,7 +144,7 @@ async def test_infill_adds_no_sentencepiece_spaces_between_parts(api: Api) -> No
     assert last_ids(api) == [1, before, spaced, bare, between, bare, middle]
 
 
-async def test_long_infill_keeps_what_is_near_the_cursor() -> None:
+async def test_long_infill_keeps_text_near_the_cursor() -> None:
     """Context 512: a window of 256 tokens, 192 of the prefix and 64 of marks, line and suffix; 224 of other files."""
     async with open_coder(FakeEngine(hashed(b"a"), max_model_len=512)) as api:
         chunks = [{"text": text * 200, "filename": "f"} for text in "xyz"]
@@ -240,7 +240,7 @@ async def test_streamed_completion_assembles_to_whole(text: str, most: int, burs
         ("a\nb", {"n_indent": 2}, "limit", ""),
     ],
 )
-async def test_stop_type_tells_why_answer_ended(text: str, fields: dict[str, Any], stop_type: str, word: str) -> None:
+async def test_stop_type_is_reason_for_end(text: str, fields: dict[str, Any], stop_type: str, word: str) -> None:
     async with open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS])) as api:
         answer = await api.post("/completion", {"prompt": "Hi", **fields})
     assert (answer["stop_type"], answer["stopping_word"], answer["truncated"]) == (stop_type, word, False)
@@ -342,7 +342,7 @@ async def test_invalid_bodies_get_llama_cpps_error(api: Api, path: str, body: di
     assert words in error["message"]
 
 
-async def test_too_long_prompt_tells_both_counts() -> None:
+async def test_too_long_prompt_error_has_both_token_counts() -> None:
     async with open_api(FakeEngine(hashed(b"a"), max_model_len=64)) as api:
         error = (await api.post("/completion", {"prompt": "a" * 100}, 400))["error"]
     assert error["type"] == "exceed_context_size_error"
@@ -394,6 +394,6 @@ async def test_slots_show_load_and_nothing_of_requests() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_props_and_health_have_what_plugins_read(api: Api) -> None:
+async def test_props_and_health_have_fields_that_plugins_read(api: Api) -> None:
     assert (await api.http.get("/props")).json()["default_generation_settings"]["n_ctx"] == 512
     assert (await api.http.get("/health")).json()["status"] == "ok"

@@ -27,14 +27,14 @@ from tests.server.resolve.test_tool_requests import HERMES
 from tests.server.routes.test_responses import PATCHED, PATH, TOOLS, TWO, WEATHER
 from tests.server.routes.test_streams import read_stream
 from tests.server.scripted import TEMPLATE, ScriptedEngine
-from tests.server.websocket_client import BINARY, TEXT, connected, frame
+from tests.server.websocket_client import BINARY, TEXT, frame, open_websocket
 
 EOS = 258
 SERVER_EVENTS = {
     get_args(each.model_fields["type"].annotation)[0]: TypeAdapter(each)
     for each in get_args(get_args(ResponsesServerEvent)[0])
 }
-"""Validators of what OpenAI's server sends over a WebSocket, by event type."""
+"""Validators of OpenAI's WebSocket server events, by event type."""
 LETTERS = hashed(b"abcdefgh")
 
 
@@ -42,14 +42,14 @@ def speaker(text: str, **options: Any) -> FakeEngine:
     return FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=4096, **options)
 
 
-def checked(events: Sequence[Any]) -> list[Any]:
+def validate_events(events: Sequence[Any]) -> list[Any]:
     for event in events:
         SERVER_EVENTS[event["type"]].validate_python(event, strict=True)
     return list(events)
 
 
-def masked(events: Sequence[Any]) -> str:
-    """Without what differs between two answers to one request."""
+def mask_ids(events: Sequence[Any]) -> str:
+    """JSON without the fields that differ between two answers to the same request."""
     text = json.dumps([{name: value for name, value in event.items() if name != "stream_id"} for event in events])
     text = re.sub(r'"(resp|msg|rs|fc|ctc|call)_?[^"]*"', '"id"', text)
     return re.sub(r'"(created_at|completed_at)": \d+', '"at": 0', text)
@@ -67,12 +67,12 @@ async def test_websocket_sends_same_events_as_stream(stream_id: str | None) -> N
     async with (
         serving(engine, chat_template=HERMES, reasoning_parser="think") as port,
         httpx.AsyncClient(base_url=port.url) as http,
-        connected(port.number) as socket,
+        open_websocket(port.number) as socket,
     ):
         streamed = events_of((await http.post(PATH, json={**body, "stream": True})).text)
         await socket.create(**body, **lane)
-        events = checked(await socket.events(stream_id))
-    assert masked(events) == masked(streamed)
+        events = validate_events(await socket.events(stream_id))
+    assert mask_ids(events) == mask_ids(streamed)
     assert len(events) > 50
     assert engine.seen[0].prompt_ids == engine.seen[1].prompt_ids
 
@@ -91,7 +91,7 @@ async def test_twenty_tool_turns_have_prompts_of_whole_conversation(
     async with serving(ScriptedEngine(turns), **settings) as port:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         talk: list[Any] = [{"role": "user", "content": "Weather?"}]
-        async with connected(port.number) as socket:
+        async with open_websocket(port.number) as socket:
             answer = await socket.answer(**about, input=talk)
             for _ in range(20):
                 (item,) = answer["output"]
@@ -109,21 +109,21 @@ async def test_twenty_tool_turns_have_prompts_of_whole_conversation(
 
 async def test_lanes_run_together_and_each_in_order() -> None:
     engine = FakeEngine(LETTERS, step_seconds=0.005)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         for lane in ("a", "b", "a"):
             await socket.create(model=NAME, input="Hi", max_output_tokens=10, stream_id=lane)
         events: list[Any] = []
         while sum(event["type"] == "response.incomplete" for event in events) < 3:
             events.append(await socket.receive())
-    order = [(event["stream_id"], event["type"]) for event in checked(events)]
+    order = [(event["stream_id"], event["type"]) for event in validate_events(events)]
     ends = [at for at, each in enumerate(order) if each == ("a", "response.incomplete")]
     begins = [at for at, each in enumerate(order) if each == ("a", "response.created")]
     assert begins[0] < ends[0] < begins[1] < ends[1]
-    assert order.index(("b", "response.created")) < ends[0], "another lane does not wait"
+    assert order.index(("b", "response.created")) < ends[0], "other lanes do not wait"
 
 
 async def test_conversation_forks_to_another_lane_and_ends_with_its_connection() -> None:
-    async with serving(speaker("Yes."), chat_template=HERMES) as port, connected(port.number) as socket:
+    async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         first = await socket.answer(model=NAME, input="One", stream_id="a")
         fork = await socket.answer(model=NAME, input="Two", stream_id="b", previous_response_id=first["id"])
@@ -132,14 +132,14 @@ async def test_conversation_forks_to_another_lane_and_ends_with_its_connection()
         again = await socket.answer(model=NAME, input="Three", stream_id="a", previous_response_id=first["id"])
         assert "Two" not in prompt(engine.seen[-1])
         lost = await socket.answer(model=NAME, input="Four", stream_id="a", previous_response_id=first["id"])
-        async with connected(port.number) as other:
+        async with open_websocket(port.number) as other:
             foreign = await other.answer(model=NAME, input="Five", previous_response_id=again["id"])
-        for error in checked([lost, foreign]):
+        for error in validate_events([lost, foreign]):
             assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
             assert error["error"]["param"] == "previous_response_id"
         assert lost["stream_id"] == "a"
         resumed = await socket.answer(model=NAME, input="Six", stream_id="b", previous_response_id=fork["id"])
-        assert resumed["status"] == "completed", "an error costs its own event"
+        assert resumed["status"] == "completed", "an error ends only its own request"
         reference = {"type": "item_reference", "id": resumed["output"][0]["id"]}
         about = {"model": NAME, "previous_response_id": resumed["id"], "stream_id": "b"}
         assert (await socket.answer(**about, input=[reference, {"role": "user", "content": "!"}]))["status"]
@@ -150,11 +150,11 @@ async def test_conversation_forks_to_another_lane_and_ends_with_its_connection()
 async def test_stored_response_continues_on_another_connection(tmp_path: Path) -> None:
     async with serving(speaker("Yes."), chat_template=HERMES, data_dir=tmp_path) as port:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
-        async with connected(port.number) as socket:
+        async with open_websocket(port.number) as socket:
             first = await socket.answer(model=NAME, input="One")
             second = await socket.answer(model=NAME, input="Two", previous_response_id=first["id"])
             assert second["store"] is True
-        async with connected(port.number) as socket, httpx.AsyncClient(base_url=port.url) as http:
+        async with open_websocket(port.number) as socket, httpx.AsyncClient(base_url=port.url) as http:
             assert (await http.get(f"{PATH}/{second['id']}")).json() == second
             third = await socket.answer(model=NAME, input="Three", previous_response_id=second["id"], store=False)
             assert re.findall("One|Two|Three", prompt(engine.seen[-1])) == ["One", "Two", "Three"]
@@ -167,10 +167,10 @@ async def test_stored_response_continues_on_another_connection(tmp_path: Path) -
 
 
 async def test_response_that_generates_nothing_can_be_continued() -> None:
-    async with serving(speaker("Yes."), chat_template=HERMES) as port, connected(port.number) as socket:
+    async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         engine: Any = port.server._models.loaded_runtimes[0].client.engine_core
         await socket.create(model=NAME, input="One", generate=False, tools=TOOLS, max_output_tokens=7)
-        events = checked(await socket.events())
+        events = validate_events(await socket.events())
         kinds = [event["type"] for event in events]
         assert kinds == ["response.created", "response.in_progress", "response.completed"]
         warm = events[-1]["response"]
@@ -206,10 +206,10 @@ WRONG_EVENTS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
 
 
 async def test_wrong_events_name_their_field_and_connection_goes_on() -> None:
-    async with serving(speaker("Yes."), chat_template=HERMES) as port, connected(port.number) as socket:
+    async with serving(speaker("Yes."), chat_template=HERMES) as port, open_websocket(port.number) as socket:
         for name, (event, param, code) in WRONG_EVENTS.items():
             await socket.send({"model": NAME, "input": "Hi", **event})
-            (error,) = checked([await socket.receive()])
+            (error,) = validate_events([await socket.receive()])
             assert error["type"] == "error", (name, error)
             assert error["status"] == (404 if code == "model_not_found" else 400), name
             assert (error["error"]["code"], code or error["error"]["param"]) == (code, code or param), (name, error)
@@ -222,14 +222,14 @@ async def test_wrong_events_name_their_field_and_connection_goes_on() -> None:
         assert "binary" in (await socket.receive())["error"]["message"]
         steer = {"type": "response.steer", "previous_response_id": "resp_1", "input": "Stop."}
         await socket.send(steer)
-        (failed,) = checked([await socket.receive()])
+        (failed,) = validate_events([await socket.receive()])
         assert failed["error"]["code"] == "steering_not_supported"
         assert failed["steer"] == {"previous_response_id": "resp_1", "input": "Stop."}
         assert (await socket.answer(model=NAME, input="Hi"))["status"] == "completed"
 
 
 async def test_thirty_third_named_lane_is_refused_and_known_ones_go_on() -> None:
-    async with serving(speaker("Y")) as port, connected(port.number) as socket:
+    async with serving(speaker("Y")) as port, open_websocket(port.number) as socket:
         for number in range(32):
             assert (await socket.answer(model=NAME, input="Hi", stream_id=f"l{number}", generate=False))["id"]
         error = await socket.answer(model=NAME, input="Hi", stream_id="l32")
@@ -240,7 +240,7 @@ async def test_thirty_third_named_lane_is_refused_and_known_ones_go_on() -> None
 
 async def test_sixteen_responses_run_and_sixty_four_more_wait() -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.01)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         for number in range(20):
             await socket.create(model=NAME, input="Hi", max_output_tokens=9000, stream_id=f"l{number}")
         created = set()
@@ -258,7 +258,7 @@ async def test_sixteen_responses_run_and_sixty_four_more_wait() -> None:
 async def test_disconnect_aborts_all_lanes() -> None:
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     async with serving(engine) as port:
-        async with connected(port.number) as socket:
+        async with open_websocket(port.number) as socket:
             for lane in ("a", "a", "b"):
                 await socket.create(model=NAME, input="Hi", max_output_tokens=90_000, stream_id=lane)
             while len(engine.running) < 2:
@@ -274,22 +274,22 @@ async def test_interrupted_response_is_resumed_as_a_stream(headers: list[str], t
     body: dict[str, Any] = {"model": NAME, "input": "Hi", "max_output_tokens": 40, "seed": 1}
     engine = FakeEngine(LETTERS, step_seconds=0.005)
     async with serving(engine, data_dir=tmp_path) as port:
-        async with connected(port.number, *headers) as socket:
+        async with open_websocket(port.number, *headers) as socket:
             await socket.create(**body, stream_id="a")
             for _ in range(10):
                 event = await socket.receive()
             id = event["item_id"].removeprefix("msg_")[:-4]
         await idle(engine)
-        assert bool(engine.aborted) == (not headers), "it goes on without its reader only if it was asked to"
+        assert bool(engine.aborted) == (not headers), "it continues without a reader only on request"
         resumed = events_of((await read_stream(port.url, f"/v1/streams/resp_{id}")).decode())
         whole = events_of((await read_stream(port.url, PATH, body)).decode())
-    assert masked(resumed) == masked(whole)
+    assert mask_ids(resumed) == mask_ids(whole)
     assert folded(resumed)["id"] == f"resp_{id}"
 
 
 async def test_drained_server_finishes_responses_and_closes_with_going_away() -> None:
     engine = FakeEngine(LETTERS, step_seconds=0.01)
-    async with serving(engine) as port, connected(port.number) as socket, connected(port.number) as idle_one:
+    async with serving(engine) as port, open_websocket(port.number) as socket, open_websocket(port.number) as idle_one:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40, stream_id="a")
         await socket.receive()
         draining = asyncio.create_task(port.server.drain_requests())
@@ -301,22 +301,22 @@ async def test_drained_server_finishes_responses_and_closes_with_going_away() ->
         (error,) = (each for each in events if each["type"] == "error")
         assert (error["status"], error["stream_id"], error["error"]["headers"]) == (503, "b", {"retry-after": "1"})
         assert len(events[-1]["response"]["output"][0]["content"][0]["text"]) == 40
-        assert await socket.closed() == 1001
-        assert await idle_one.closed() == 1001
+        assert await socket.wait_closed() == 1001
+        assert await idle_one.wait_closed() == 1001
         await draining
 
 
 async def test_connection_ends_after_an_hour_when_its_responses_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses_socket, "MAX_CONNECTION_SECONDS", 0.2)
     engine = FakeEngine(LETTERS, step_seconds=0.01)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40)
         await asyncio.sleep(0.3)
         await socket.create(model=NAME, input="Hi", stream_id="late")
         events = []
         while (event := await socket.receive()) is not None:
             events.append(event)
-    errors = [event for event in checked(events) if event["type"] == "error"]
+    errors = [event for event in validate_events(events) if event["type"] == "error"]
     assert [error["error"]["code"] for error in errors] == ["websocket_connection_limit_reached"] * 2
     assert [error.get("stream_id") for error in errors] == ["late", None]
     assert [event["type"] for event in events[-2:]] == ["response.incomplete", "error"]
@@ -326,7 +326,7 @@ async def test_connection_ends_after_an_hour_when_its_responses_have_ended(monke
 async def test_each_response_is_logged_counted_and_explained(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "quire.access")
     async with serving(speaker("Yes.")) as port, httpx.AsyncClient(base_url=port.url) as http:
-        async with connected(port.number, "X-Request-Id: mine") as socket:
+        async with open_websocket(port.number, "X-Request-Id: mine") as socket:
             assert socket.headers["x-request-id"] == "mine"
             ids = [(await socket.answer(model=NAME, input="Hi"))["id"] for _ in range(2)]
             assert "quire:websocket_connections 1.0" in (await http.get("/metrics")).text
@@ -345,7 +345,7 @@ async def test_each_response_is_logged_counted_and_explained(caplog: pytest.LogC
 
 async def test_failed_engine_ends_response_with_failed_event() -> None:
     engine = FakeEngine(LETTERS, fail_at=5)
-    async with serving(engine) as port, connected(port.number) as socket:
+    async with serving(engine) as port, open_websocket(port.number) as socket:
         await socket.create(model=NAME, input="Hi", max_output_tokens=40)
-        assert checked(await socket.events())[-1]["type"] == "response.failed"
+        assert validate_events(await socket.events())[-1]["type"] == "response.failed"
         assert (await socket.answer(model=NAME, input="Hi", generate=False))["status"] == "completed"

@@ -128,7 +128,7 @@ def check_error(body: Any, path: str) -> None:
     if path.startswith("/api/"):  # as Ollama has them
         assert isinstance(body["error"], str)
         return
-    if path in ("/completion", "/infill", "/slots"):  # as llama.cpp has them
+    if path in ("/completion", "/infill", "/slots"):  # llama.cpp's error form
         assert set(body["error"]) - {"n_prompt_tokens", "n_ctx"} == {"code", "message", "type"}
         assert body["error"]["type"] in {"invalid_request_error", "exceed_context_size_error", *ERROR_TYPES}
         return

@@ -1,4 +1,4 @@
-"""Sequence breakers of DRY, as in llama.cpp: a breaker is found wherever its text may lie in tokens."""
+"""DRY's sequence breakers as token ids. As in llama.cpp, they match however a text is split into tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.engine.text.tokenizer import Tokenizer
 
 DEFAULT_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's."""
-_MAX_SEQUENCES = 2**15
-_END = b"\xff"
-"""UTF-8 has no such byte, so no text reaches across it."""
+_MAX_TOKEN_SEQUENCES = 2**15
+_SEPARATOR = b"\xff"
+"""Between tokens. UTF-8 never uses this byte, so no match spans two tokens."""
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """None: the default. Raises InvalidRequest."""
+    """`breakers`: None for the default. Raises InvalidRequest."""
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
     param = "dry_sequence_breakers"
     if len(texts) > MAX_SEQUENCE_BREAKERS:
@@ -31,39 +31,41 @@ def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -
         message = f"{param} must not contain strings of more than {MAX_SEQUENCE_BREAKER_LENGTH} characters"
         raise InvalidRequest(message, param=param)
     if texts and isinstance(tokenizer, NullTokenizer):
-        message = f"the model is served without a tokenizer, and {param} needs one: give an empty list"
+        message = f"the model is served without a tokenizer, which {param} needs: pass an empty list"
         raise InvalidRequest(message, param=param)
-    return _breaker_ids(texts, tokenizer)
+    return _find_breaker_ids(texts, tokenizer)
 
 
 @lru_cache(maxsize=32)
-def _breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     sequences: dict[tuple[int, ...], None] = {}
     for text in texts:
-        for sequence in _token_sequences_with(text, tokenizer):
+        for sequence in _find_token_sequences(text, tokenizer):
             sequences[sequence] = None
-            if len(sequences) > _MAX_SEQUENCES:
-                message = f"dry_sequence_breakers: more than {_MAX_SEQUENCES} sequences of tokens may contain them"
+            if len(sequences) > _MAX_TOKEN_SEQUENCES:
+                message = f"dry_sequence_breakers: more than {_MAX_TOKEN_SEQUENCES} token sequences contain them"
                 raise InvalidRequest(message, param="dry_sequence_breakers")
     return tuple(sequences)
 
 
-def _token_sequences_with(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Tokens that contain the text; and tokens that end with its beginning, with the rest's tokens."""
+def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    """Yields each token that contains the text, and each token that ends with a prefix of it, followed by the tokens of
+    the rest.
+    """
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
-    yield from ((token,) for token in _tokens_with(encoded, vocabulary))
-    rests = {len(text[:index].encode()): _encode_inside_text(text[index:], tokenizer) for index in range(1, len(text))}
-    if whole := _encode_inside_text(text, tokenizer):
+    yield from ((token,) for token in _find_tokens(encoded, vocabulary))
+    rests = {len(text[:index].encode()): _encode_within_text(text[index:], tokenizer) for index in range(1, len(text))}
+    if whole := _encode_within_text(text, tokenizer):
         rests.setdefault(len(tokenizer.token_bytes(whole[0])), whole[1:])
     for length, rest in rests.items():
         if rest:
-            for token in _tokens_with(encoded[:length] + _END, vocabulary):
+            for token in _find_tokens(encoded[:length] + _SEPARATOR, vocabulary):
                 yield (token, *rest)
 
 
-def _encode_inside_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Many tokenizers put a space before a text's first token. Empty if the text is always joined with what precedes
-    it.
+def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the text's tokens as they appear after other text, because many tokenizers put a space before a first
+    token. Empty if the text always merges with what precedes it.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)
@@ -75,8 +77,8 @@ def _encode_inside_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
-    """All tokens' bytes with _END after each, and where each token begins."""
-    tokens = [tokenizer.token_bytes(token) + _END for token in range(tokenizer.max_token_id + 1)]
+    """Returns the bytes of all tokens, each followed by _SEPARATOR, and the position of each token."""
+    tokens = [tokenizer.token_bytes(token) + _SEPARATOR for token in range(tokenizer.max_token_id + 1)]
     starts, position = [], 0
     for token in tokens:
         starts.append(position)
@@ -84,7 +86,7 @@ def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
     return b"".join(tokens), starts
 
 
-def _tokens_with(part: bytes, vocabulary: tuple[bytes, list[int]]) -> Iterator[int]:
+def _find_tokens(part: bytes, vocabulary: tuple[bytes, list[int]]) -> Iterator[int]:
     joined, starts = vocabulary
     position = joined.find(part)
     while position >= 0:

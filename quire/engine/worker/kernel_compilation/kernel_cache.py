@@ -70,7 +70,7 @@ def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -
 
 
 def trial_verdict_folder() -> Path:
-    """Kept as long as the kernels are: verdicts hold for one card and one set of versions."""
+    """A subfolder of the kernels', so that both are kept and deleted together."""
     return _cache_folder() / "quire-trials"
 
 

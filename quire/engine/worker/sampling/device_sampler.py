@@ -69,7 +69,7 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitma
         return sample_token_ids(logits, rows, mask)
     without_tokens = process_logits_and_find_exhausted(logits, rows, mask, DeviceLogitsProcessor())
     params_list, vocab = [row.rules.params for row in rows], logits.shape[1]
-    filters = [row.rules.draw_filters(vocab) for row in rows]
+    filters = [row.rules.kernel_filters(vocab) for row in rows]
     arrays: list[np.ndarray] = [
         np.array([0.0 if each.is_greedy else each.temperature for each in params_list], dtype=np.float32),
         np.array([top_k for top_k, _, _ in filters], dtype=np.int32),
@@ -78,10 +78,10 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitma
         np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64),
         np.array([row.position for row in rows], dtype=np.int64),
     ]
-    drawn_filters = [each for each, params in zip(filters, params_list, strict=True) if not params.is_greedy]
-    has_filters = any(top_k < vocab or top_p < 1 for top_k, top_p, _ in drawn_filters)
+    sampled_row_filters = [each for each, params in zip(filters, params_list, strict=True) if not params.is_greedy]
+    has_filters = any(top_k < vocab or top_p < 1 for top_k, top_p, _ in sampled_row_filters)
     sampled = sample_tokens(
-        logits, *upload_arrays(arrays, logits.device), has_sampling=bool(drawn_filters), has_filters=has_filters
+        logits, *upload_arrays(arrays, logits.device), has_sampling=bool(sampled_row_filters), has_filters=has_filters
     )
     return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 _XTC_STREAM = 0x5DEECE66D1B7C3A5
-"""Changes the seed, so that XTC's number says nothing about the one that draws the token."""
+"""Combined with the seed, so that XTC's draws are independent of those that sample tokens."""
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """A float64 in [0, 1) for each."""
+    """[n] float64 in [0, 1)."""
     return torch.from_numpy(_uniform_array(seeds, positions, 0))
 
 

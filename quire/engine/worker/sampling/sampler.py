@@ -55,7 +55,7 @@ def _sample_rows(
         sampled[greedy_indices] = argmax(logits[greedy_indices])
     drawn_rows = [rows[index] for index in drawn_indices]
     filters = torch.tensor(
-        [(row.rules.params.temperature, *row.rules.draw_filters(logits.shape[1])) for row in drawn_rows],
+        [(row.rules.params.temperature, *row.rules.kernel_filters(logits.shape[1])) for row in drawn_rows],
         dtype=torch.float64,
     )
     u = uniform_draws([row.seed for row in drawn_rows], [row.position for row in drawn_rows]).to(logits.device)

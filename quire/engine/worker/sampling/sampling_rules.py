@@ -39,15 +39,15 @@ class RequestSamplingRules:
     """Repetition, presence, frequency."""
     dry: DryRule | None
     has_rare_filters: bool
-    """They then replace the kernels' filters."""
+    """If so, rare_filters.py applies all filters, and the kernels none."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
         added = self.biases_before_min_tokens if self.params.min_tokens else self.biases
         return self.allowed_token_ids is not None or bool(self.bad_words) or -np.inf in added.values()
 
-    def draw_filters(self, vocab: int) -> tuple[int, float, float]:
-        """top_k, top_p and min_p for the kernel that draws a token."""
+    def kernel_filters(self, vocab: int) -> tuple[int, float, float]:
+        """top_k, top_p and min_p for the sampling kernel."""
         if self.has_rare_filters:
             return vocab, 1.0, 0.0
         top_k = self.params.top_k

@@ -1,1 +1,1 @@
-"""What a GPU's kernels must compute correctly before they serve."""
+"""Trials that a GPU's kernels must pass before they serve."""

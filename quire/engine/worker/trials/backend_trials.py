@@ -25,7 +25,7 @@ from quire.kernels.backend_selection import BackendTrial
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
-from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
+from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe, find_first_failure
 from quire.kernels.probes.mla_probe import MLAProbe
 from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.probes.serial_context_parallel import SerialContextParallel
@@ -35,7 +35,7 @@ from quire.kernels.reference import ReferenceBackend
 def make_child_trials(
     config: EngineConfig, device: torch.device, get_driver: Callable[[], str | None], progress: Callable[[], None]
 ) -> ChildTrials | None:
-    """A backend that the user names is tried again if it failed before. None if no library computes on the device."""
+    """A backend named by --attention-backend is tried again if it failed before. None unless this is a CUDA device."""
     if device.type != "cuda":
         return None
     return ChildTrials(
@@ -54,7 +54,7 @@ def choose_trials(
     child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
     """The trials run decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this
-    machine. child_trials: for libraries; None: they are tried in this process, too.
+    machine. `child_trials`: for libraries; None: they are tried in this process too.
     """
     if device.type == "cpu":
         return []
@@ -138,15 +138,15 @@ def _make_trial(
             RecurrenceProbe(device, dtype, *each, capture=capture)
             for each in make_dummy_recurrence_params(spec, device)
         ]
-    return lambda backend: next((why for each in trials if (why := each(backend)) is not None), None)
+    return partial(find_first_failure, trials)
 
 
 def try_attention(
     probes: Sequence[PagedAttentionProbe], child_trials: ChildTrials | None, backend: Backend
 ) -> str | None:
     if child_trials is not None and isinstance(backend, FlashPagedBackend):
-        return child_trials.failure_reason(backend, probes)
-    return next((why for each in probes if (why := each(backend)) is not None), None)
+        return child_trials.find_failure(backend, probes)
+    return find_first_failure(probes, backend)
 
 
 def _run_trial_with_context_parallel(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:

@@ -1,5 +1,5 @@
-"""Trials of libraries' attention in a child process: one that aborts, hangs or breaks its CUDA context must not end the
-engine.
+"""Trials of libraries' attention in a child process, because a library that aborts, hangs or breaks its CUDA context
+must not end the engine.
 """
 
 from __future__ import annotations
@@ -22,51 +22,50 @@ from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.worker.trials.trial_request import READY, TrialRequest, TrialVerdict
 from quire.engine.worker.trials.trial_verdicts import VerdictKey, read_verdict, verdict_path, write_verdict
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
-from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.probes.backend_probe import PagedAttentionProbe, find_first_failure
 
 log = logging.getLogger("quire.engine")
 
 TRIAL_WORKER = module("quire.engine.worker.trials.trial_worker")
 _TIMEOUT_SECONDS = 300.0
-"""flash-attn 4 compiles up to 24 kernels of some 10 s each."""
+"""flash-attn 4 compiles up to 24 kernels, in some 10 s each."""
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-"""A process that waits for a broken driver may not end."""
-_OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Perhaps not the library's fault."""
+"""A process that waits for a broken driver may ignore its kill for long."""
+_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""May have been sent by a user or the system, not by the library's fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildTrials:
-    folder: Path
-    """For verdicts."""
+    verdict_folder: Path
     describe_machine: Callable[[], dict[str, str]]
     """See trial_verdicts.py."""
     progress: Callable[[], None]
-    """Called during the wait."""
+    """Called while the child runs."""
     retry_failures: bool = False
-    """Ignore kept failures."""
+    """Ignore saved failures."""
     timeout_seconds: float = _TIMEOUT_SECONDS
     worker: Sequence[str] = TRIAL_WORKER
-    """Python arguments."""
+    """Arguments for Python."""
 
-    def failure_reason(self, backend: FlashPagedBackend, probes: Sequence[PagedAttentionProbe]) -> str | None:
-        """None if all probes pass, now or in an earlier start."""
+    def find_failure(self, backend: FlashPagedBackend, probes: Sequence[PagedAttentionProbe]) -> str | None:
+        """Return the reason; None if all probes pass, now or in an earlier start."""
         key = VerdictKey(self.describe_machine(), TrialRequest.from_probes(backend, probes))
-        path = verdict_path(self.folder, key)
+        path = verdict_path(self.verdict_folder, key)
         verdict = read_verdict(path, key)
         if verdict is not None and (verdict.failure is None or not self.retry_failures):
             return _with_retry_hint(verdict.failure, backend.name, path)
-        log.info("%s is tried in a process of its own", backend.name)
+        log.info("%s is tried in a child process", backend.name)
         outcome = self._run_child(key.request)
         if outcome is None:
-            log.warning("no other process can use the GPU, so %s is tried in the engine's", backend.name)
-            return next((why for each in probes if (why := each(backend)) is not None), None)
-        is_kept = outcome.is_lasting and write_verdict(path, key, outcome.verdict)
-        return _with_retry_hint(outcome.verdict.failure, backend.name, path if is_kept else None)
+            log.warning("no child process can use the GPU, so %s is tried in the engine process", backend.name)
+            return find_first_failure(probes, backend)
+        is_saved = outcome.is_lasting and write_verdict(path, key, outcome.verdict)
+        return _with_retry_hint(outcome.verdict.failure, backend.name, path if is_saved else None)
 
     def _run_child(self, request: TrialRequest) -> _TrialOutcome | None:
-        """None if the child could not start, or not use the GPU at all."""
+        """None if the child could not start or could not use the GPU."""
         with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as errors:
             began = time.monotonic()
             arguments = [*self.worker, str(answers.fileno())]
@@ -79,9 +78,9 @@ class ChildTrials:
                     stderr=errors.fileno(),
                 )
             except OSError as error:
-                log.warning("no process for a trial: %s", error)
+                log.warning("cannot start a trial's child process: %s", error)
                 return None
-            with _killed_at_the_end(child):
+            with _kill_at_exit(child):
                 while child.returncode is None and time.monotonic() - began < self.timeout_seconds:
                     self.progress()
                     time.sleep(_POLL_SECONDS)
@@ -89,13 +88,13 @@ class ChildTrials:
             answers.seek(0)
             answer = answers.read()
             if code is not None and not answer.startswith(READY):
-                log.warning("a process for a trial ended before its trial: %s", _last_line(errors))
+                log.warning("a child process ended before its trial: %s", _last_line(errors))
                 return None
             verdict = _decode_verdict(answer) if code == 0 else None
             if verdict is not None:
                 return _TrialOutcome(verdict, is_lasting="out of memory" not in (verdict.failure or ""))
-            failure = _ending(code, self.timeout_seconds, _last_line(errors))
-            is_lasting = answer.startswith(READY) and -(code or 0) not in _OUTSIDE_SIGNALS
+            failure = _describe_exit(code, self.timeout_seconds, _last_line(errors))
+            is_lasting = answer.startswith(READY) and -(code or 0) not in _EXTERNAL_SIGNALS
             return _TrialOutcome(TrialVerdict(failure, round(time.monotonic() - began, 3)), is_lasting)
 
 
@@ -103,27 +102,27 @@ class ChildTrials:
 class _TrialOutcome:
     verdict: TrialVerdict
     is_lasting: bool
-    """False if the same trial may end otherwise another time."""
+    """False if the same trial may end differently next time."""
 
 
 def _decode_verdict(answer: bytes) -> TrialVerdict | None:
-    """None if a library ended the process before."""
+    """None if a library ended the process before it wrote the verdict."""
     try:
         return msgspec.json.decode(answer.removeprefix(READY), type=TrialVerdict)
     except msgspec.MsgspecError:
         return None
 
 
-def _ending(code: int | None, seconds: float, last_line: str) -> str:
-    """code: None if the process did not end in time."""
+def _describe_exit(code: int | None, seconds: float, last_line: str) -> str:
+    """`code`: None if the process did not end in time."""
     if code is None:
         return f"its trial did not end within {seconds:g} s"
-    ended = exit_cause(code, sender=None, oom_kills=None).description
-    return f"its trial {ended}: {last_line}" if last_line else f"its trial {ended}"
+    cause = exit_cause(code, sender=None, oom_kills=None).description
+    return f"its trial {cause}: {last_line}" if last_line else f"its trial {cause}"
 
 
 @contextmanager
-def _killed_at_the_end(child: Child) -> Iterator[None]:
+def _kill_at_exit(child: Child) -> Iterator[None]:
     try:
         yield
     finally:
@@ -135,12 +134,12 @@ def _killed_at_the_end(child: Child) -> Iterator[None]:
         child.end()
 
 
-def _with_retry_hint(failure: str | None, name: str, kept: Path | None) -> str | None:
+def _with_retry_hint(failure: str | None, name: str, verdict_file: Path | None) -> str | None:
     if failure is None:
         return None
-    if kept is None:
+    if verdict_file is None:
         return f"{failure} (the next start tries again)"
-    return f"{failure} (to try again, delete {kept} or pass --attention-backend {name})"
+    return f"{failure} (to try again, delete {verdict_file} or pass --attention-backend {name})"
 
 
 def _last_line(errors: IO[bytes]) -> str:

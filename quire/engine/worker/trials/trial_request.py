@@ -1,4 +1,4 @@
-"""What a trial's child process is asked, and what it answers."""
+"""Messages to and from a trial's child process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
 
 READY = b"ready\n"
-"""The child uses the GPU; its verdict follows."""
+"""Written once the child can use the GPU; the verdict follows."""
 
 
 class ProbeSettings(msgspec.Struct, frozen=True):
-    """A PagedAttentionProbe."""
+    """Fields of a PagedAttentionProbe."""
 
     values: dict[str, str | int | float | bool | None]
-    """Its fields; devices and dtypes by name."""
+    """Devices and dtypes by name."""
     uses_graph: bool
 
     @classmethod

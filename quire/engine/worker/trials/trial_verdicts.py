@@ -1,4 +1,4 @@
-"""Verdicts of trials, kept in files beside Triton's kernels."""
+"""Files with the verdicts of trials, next to Triton's kernels."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _PACKAGES = (
     "apache-tvm-ffi",
     "cuda-bindings",
 )
-"""Attention libraries, and what compiles them on the machine."""
+"""Attention libraries, and the packages that compile their kernels on the machine."""
 
 
 class VerdictKey(msgspec.Struct, frozen=True):
-    """A verdict holds for nothing else."""
+    """What a verdict applies to."""
 
     machine: dict[str, str]
     """See `describe_machine`."""
     request: TrialRequest
 
 
-class _KeptVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _VerdictFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: VerdictKey
     verdict: TrialVerdict
 
 
 def describe_machine(device: torch.device, driver: str | None) -> dict[str, str]:
-    """The card and all versions that decide what a library computes on it."""
+    """The card, and every version that may change what a library computes."""
     machine = {
         "card": torch.cuda.get_device_name(device),
         "compute capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
@@ -80,28 +80,28 @@ def verdict_path(folder: Path, key: VerdictKey) -> Path:
 
 
 def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
-    """None if there is none for this key. A file with other content is ignored, and overwritten later."""
+    """None if there is no verdict for this key. A file with other content is ignored; the next verdict replaces it."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_KeptVerdict)
+        content = msgspec.json.decode(path.read_bytes(), type=_VerdictFile)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("%s is not the verdict of a trial (%s): ignored, and tried again", path, error)
+        log.warning("%s is not the verdict of a trial (%s): it is ignored, and the trial runs again", path, error)
         return None
-    if kept.key != key:
-        log.warning("%s is the verdict of another trial: ignored, and tried again", path)
+    if content.key != key:
+        log.warning("%s is the verdict of another trial: it is ignored, and the trial runs again", path)
         return None
-    return kept.verdict
+    return content.verdict
 
 
 def write_verdict(path: Path, key: VerdictKey, verdict: TrialVerdict) -> bool:
-    """False, and a log line, if the file cannot be written."""
+    """Returns False, after a warning, if the file cannot be written."""
     part = path.with_suffix(f".{os.getpid()}")  # another starting process must not read half a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_bytes(msgspec.json.encode(_KeptVerdict(key, verdict)))
+        part.write_bytes(msgspec.json.encode(_VerdictFile(key, verdict)))
         os.replace(part, path)
     except OSError as error:
-        log.warning("the verdict of a trial cannot be kept: %s", error)
+        log.warning("the verdict of a trial cannot be saved: %s", error)
         return False
     return True

@@ -1,6 +1,6 @@
-"""Process that runs the trial of a library's attention, which may abort, hang or break its CUDA context.
+"""Child process that runs the trial of a library's attention, which may abort, hang or break its CUDA context.
 
-The first argument is the descriptor for the answer: a line READY as soon as the GPU is in use, then a TrialVerdict.
+The first argument is the file descriptor for the answer: READY as soon as the GPU can be used, then a TrialVerdict.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.kernels.device.error_messages import describe_kernel_error
 
 
 def run_trial(request: TrialRequest) -> str | None:
-    """Why the backend cannot serve. Its errors may come late, so all work on the device ends first."""
+    """Return why the backend cannot serve, or None. Synchronizes the device first, because its errors may come late."""
     backend = make_backend(request.backend, deterministic=request.deterministic)
     for settings in request.probes:
         device = torch.device(str(settings.values["device"]))

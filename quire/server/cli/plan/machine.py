@@ -68,7 +68,7 @@ class Machine:
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
-        """True if quantized weights are held in the model's type: no kernel of few bits serves there."""
+        """True if the backend has no kernels for quantized weights and expands them to the model's dtype."""
         return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
 
     def kv_block_size(

@@ -28,7 +28,7 @@ def total_and_device_weight_bytes(
     expanded: bool = False,
 ) -> tuple[int, int]:
     """(all weights as read, one device's as stored). `in_8_bits`: the embedding too. `expanded`: see
-    Machine.expands_weights; then nothing is `quantized`.
+    Machine.expands_weights; `quantized` must then be None.
     """
     width = DTYPE_BYTES[dtype]
     weights = (

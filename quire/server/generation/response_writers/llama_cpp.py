@@ -17,9 +17,9 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 
 ANY_SLOT = -1
-"""There are no slots: each request takes part in every step."""
+"""Requests have no slots here: all of them run in the same steps."""
 RANDOM_SEED = 2**32 - 1
-"""llama.cpp's -1, as it writes it."""
+"""How llama.cpp reports a seed of -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
-    """None if the answer does not repeat it."""
+    """None if the answer need not contain it."""
     response_fields: Sequence[str] | None = None
     """Paths of fields; None: all."""
     return_tokens: bool = False
@@ -104,7 +104,7 @@ class LlamaCppWriter(AnswerWriter):
         return EVENT_PREFIX + error_info(error).encode_llama_cpp() + EVENT_END
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        """An object, or with several choices a list."""
+        """An object; a list if there are several choices."""
         bodies = []
         for answer in answers:
             text = answer.text
@@ -116,7 +116,7 @@ class LlamaCppWriter(AnswerWriter):
         return encoded[0] if len(encoded) == 1 else join_json_array(encoded)
 
     def _encode_finals(self, bodies: Sequence[dict[str, object]]) -> list[bytes]:
-        """The last one has the receipt."""
+        """Adds the receipt to the last one."""
         selected = [select_fields(body, self._fields.response_fields) for body in bodies]
         if not self.receipt_field:
             return [encode_json(each) for each in selected]
@@ -129,6 +129,7 @@ class LlamaCppWriter(AnswerWriter):
     ) -> dict[str, object]:
         num_used = usage.prompt_tokens + choice.num_tokens
         fields = self._fields
+        type_of_stop = stop_type(choice.finish_reason, choice.stop_reason)
         return {
             "index": index,
             "content": content,
@@ -142,10 +143,8 @@ class LlamaCppWriter(AnswerWriter):
             **({} if fields.prompt is None else {"prompt": fields.prompt}),
             "has_new_line": choice.has_new_line,
             "truncated": choice.finish_reason == "length" and num_used >= fields.context_length,
-            "stop_type": stop_type(choice.finish_reason, choice.stop_reason),
-            "stopping_word": choice.stop_reason
-            if stop_type(choice.finish_reason, choice.stop_reason) == "word"
-            else "",
+            "stop_type": type_of_stop,
+            "stopping_word": choice.stop_reason if type_of_stop == "word" else "",
             "tokens_cached": num_used,
             "timings": self._timings.to_json(usage, choice.num_tokens),
         }
@@ -197,7 +196,7 @@ def stop_type(finish_reason: str | None, stop_reason: int | str | None) -> str:
 
 
 def select_fields(body: dict[str, object], paths: Sequence[str] | None) -> dict[str, object]:
-    """A field of a nested object is named by its path, such as timings/prompt_ms. Unknown paths are left out."""
+    """A path such as timings/prompt_ms names a field of a nested object. Unknown paths are ignored."""
     if paths is None:
         return body
     selected = {}

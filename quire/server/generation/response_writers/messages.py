@@ -66,7 +66,7 @@ class MessagesWriter(OutputPartWriter):
 
     def _common_message_fields(self) -> dict[str, object]:
         about = {"id": self._request.answer_id, "type": "message", "role": "assistant", "model": self._request.model}
-        diagnostics = diagnostics_field(self._request.answer_identity.cache_diagnosis)
+        diagnostics = message_diagnostics(self._request.answer_identity.cache_diagnosis)
         return {**about, "container": None, "stop_details": None, "diagnostics": diagnostics}
 
     def _message_start_event(self) -> bytes:
@@ -96,7 +96,7 @@ class MessagesWriter(OutputPartWriter):
         return encode_event("content_block_stop", {"type": "content_block_stop", "index": self._block_index})
 
 
-def diagnostics_field(diagnosis: CacheDiagnosis | None) -> dict[str, object] | None:
+def message_diagnostics(diagnosis: CacheDiagnosis | None) -> dict[str, object] | None:
     if diagnosis is None or diagnosis.outcome == "unchanged":
         return None
     reason: dict[str, object] = {"type": "unavailable"}

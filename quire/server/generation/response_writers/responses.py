@@ -108,7 +108,7 @@ class ResponsesWriter(OutputPartWriter):
             "weights_version": None if usage is None else self.weights_version,
         }
         if (diagnosis := self._request.answer_identity.cache_diagnosis) is not None:
-            head["prompt_cache_diagnostics"] = diagnostics_field(diagnosis)
+            head["prompt_cache_diagnostics"] = prompt_cache_diagnostics(diagnosis)
         output = join_json_array(item.data for item in self.output_items)
         encoded = encode_with_raw_fields(head, output=output, **({} if usage is None else self.receipt_field))
         return b"%b,%b" % (encoded[:-1], self._echoed_fields[1:])
@@ -178,8 +178,8 @@ class ResponsesWriter(OutputPartWriter):
         return b"".join(events)
 
 
-def diagnostics_field(diagnosis: CacheDiagnosis) -> dict[str, object]:
-    """As in OpenAI's API, an earlier prompt that is too short for the cache is not compared."""
+def prompt_cache_diagnostics(diagnosis: CacheDiagnosis) -> dict[str, object]:
+    """unavailable, as in OpenAI's API, if the earlier prompt is too short for the cache."""
     if diagnosis.outcome == "changed" and diagnosis.reusable_tokens:
         changed_part = "input" if diagnosis.changed == "messages" else diagnosis.changed
         return {

@@ -1,4 +1,4 @@
-"""What the prompt of a body is made of, for cache diagnostics (server/cache_diagnostics.py)."""
+"""Fingerprints of what a body's prompt is rendered from, for cache diagnostics (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ PROMPT_SETTINGS = {
     "truncate_prompt_tokens",
     "truncation_side",
 }
-"""Fields of a chat that change its prompt, and that no reason names."""
-CACHE_MARK = {"cache_control"}
-"""Clients move it from turn to turn; it is not part of the prompt."""
-MESSAGE_MARKS: Any = {"content": {"__all__": {"cache_control": True, "content": {"__all__": CACHE_MARK}}}}
+"""Fields of a chat that change its prompt, and for which vendors have no reason."""
+CACHE_CONTROL = {"cache_control"}
+"""Not part of the prompt: clients move it from turn to turn."""
+MESSAGE_CACHE_CONTROL: Any = {"content": {"__all__": {"cache_control": True, "content": {"__all__": CACHE_CONTROL}}}}
 
 
 def fingerprint_message_prompt(
     body: MessagesRequest, chat: ChatRequest, prompt: Prompt, system: Sequence[str]
 ) -> PromptFingerprint:
-    """`system`: as the model reads it."""
+    """`system`: the texts that the model reads."""
     parts = {
-        "tools": [tool.model_dump(exclude=CACHE_MARK) for tool in body.tools],
+        "tools": [tool.model_dump(exclude=CACHE_CONTROL) for tool in body.tools],
         "system": system,
         SETTINGS: [*_prompt_settings(chat), chat.reasoning_effort],
     }
-    return make_fingerprint(parts, [_unmarked_message(each) for each in body.messages], prompt.ids, prompt.spans)
+    return make_fingerprint(
+        parts, [_message_without_cache_control(each) for each in body.messages], prompt.ids, prompt.spans
+    )
 
 
 def fingerprint_response_prompt(
     body: ResponsesRequest, chat: ChatRequest, prompt: Prompt, items: Sequence[InputItem]
 ) -> PromptFingerprint:
-    """`items`: earlier ones too."""
+    """`items`: those of earlier responses too."""
     parts = {
         "tools": [tool.model_dump() for tool in body.tools],
         "reasoning_effort": chat.reasoning_effort,
@@ -56,8 +58,8 @@ def _prompt_settings(chat: ChatRequest) -> list[Any]:
     return [chat.model_dump(include=PROMPT_SETTINGS), shown_tools]
 
 
-def _unmarked_message(message: InputMessage) -> dict[str, Any]:
-    fields = message.model_dump(exclude=MESSAGE_MARKS)
+def _message_without_cache_control(message: InputMessage) -> dict[str, Any]:
+    fields = message.model_dump(exclude=MESSAGE_CACHE_CONTROL)
     if isinstance(message.content, str):
         fields["content"] = [{"type": "text", "text": message.content}]
     return fields

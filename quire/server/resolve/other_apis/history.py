@@ -1,4 +1,4 @@
-"""Items of earlier responses or of a conversation: from the store, or from the memory of a WebSocket."""
+"""Items of earlier responses or of a conversation: from the store, or from a WebSocket's memory."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ ITEM_ID_PREFIXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class KeptResponse:
-    """A response that its WebSocket keeps in memory."""
+class CachedResponse:
+    """A response in its WebSocket's memory."""
 
     id: str
     items: tuple[bytes, ...]
-    """JSON. Its own and all earlier ones, oldest first."""
+    """JSON of its own items and of all earlier ones, oldest first."""
     is_stored: bool
 
     @property
@@ -77,8 +77,12 @@ class KeptResponse:
 class WebSocketHistory:
     """What a WebSocket's next request may continue without the store."""
 
-    previous: KeptResponse | None
-    """The one that the request names, if it is kept."""
+    previous: CachedResponse | None
+    """The response that the request names, if it is cached."""
+
+    @property
+    def continues_unstored_response(self) -> bool:
+        return self.previous is not None and not self.previous.is_stored
 
     @property
     def num_bytes(self) -> int:
@@ -144,7 +148,7 @@ def load_referenced_items(
     known = {item["id"]: item for item in nearby_items}
     if folder is None:
         if missing := [id for id in ids if id not in known]:
-            raise InvalidRequest(f"input: the item `{missing[0]}` is not known here: {NO_STORE_MESSAGE}", param="input")
+            raise InvalidRequest(f"input: the item `{missing[0]}` is unknown: {NO_STORE_MESSAGE}", param="input")
         return known
     size = 0
     with open_store_reader(folder) as stored:
@@ -189,8 +193,8 @@ def to_stored_items(
     return stored_items
 
 
-def to_kept_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
-    """For a WebSocket. None if no request could continue them."""
+def to_cached_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
+    """For a WebSocket's memory. None if they exceed what a request may continue."""
     try:
         return to_stored_items(items, "input", max_bytes=MAX_HISTORY_BYTES)
     except InvalidRequest:

@@ -16,28 +16,28 @@ REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<
 FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
 PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
 REPOSITORY_NAME = "myproject\n"
-"""llama.cpp's, like the next two."""
+"""llama.cpp's text, like the next two."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
-"""Instead of a file separator, for tokenizers without one."""
+"""For tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""llama.cpp's batch: at most 3/4 of it for the prefix and 1/4 for the suffix. Half a shorter context."""
+"""llama.cpp's batch size: at most 3/4 of it are prefix, 1/4 is suffix. Shorter contexts: half the context."""
 MAX_TOKEN_CHARACTERS = 32
-"""Longer texts are cut before they are tokenized: their tokens would not fit."""
-_LEAD = "\u263a"
-"""Takes the space that some tokenizers put at a text's start."""
+"""Texts of more characters per token are cut before they are tokenized, since their tokens would not fit."""
+_GUARD = "\u263a"
+"""Character in front of a text, so that the tokenizer adds its first space before this and not before the text."""
 
 
 def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
-    """Other files first, the oldest cut off. Raises InvalidRequest for tokenizers without infill tokens, and
-    ContextLengthExceeded for a long `prompt`.
+    """Other files come first; if they are too long, their beginning is cut. Raises InvalidRequest if the tokenizer has
+    no infill tokens, and ContextLengthExceeded for a long `prompt`.
     """
     tokenizer = model.tokenizer
     for name in ("input_prefix", "input_suffix"):
         check_no_surrogates(getattr(body, name), name)
     window = min(WINDOW_TOKENS, model.context_length // 2)
-    line = _lead(tokenizer) + body.prompt
-    line_ids = _remove_lead(tokenizer, check_and_encode_texts(model, [line], False, "prompt")[0])
+    line = _guard(tokenizer) + body.prompt
+    line_ids = _remove_guard(tokenizer, check_and_encode_texts(model, [line], False, "prompt")[0])
     num_prefix, num_suffix = 3 * (window // 4), max(0, window // 4 - 2 - len(line_ids))
     prefix = body.input_prefix[-MAX_TOKEN_CHARACTERS * num_prefix :]
     prefix_ids = encode_with_literal_texts(tokenizer, prefix, [prefix], add_special_tokens=False)
@@ -56,23 +56,23 @@ def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
 
 
 def infill_end_token_ids(model: ServedModel) -> list[int]:
-    """Tokens that end the text in the gap besides the model's own, as in llama.cpp."""
+    """Tokens that end the answer in addition to the model's own, as in llama.cpp."""
     names = (*PAD_TOKENS, *REPOSITORY_TOKENS, *FILE_SEPARATOR_TOKENS)
     ids = [model.tokenizer.backend.token_to_id(name) for name in names]
     return [token_id for token_id in ids if token_id is not None and token_id < model.vocab_size]
 
 
 def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
-    """At most the last `limit` tokens. The limit does not depend on the open file, so that the prefix cache keeps
-    them while it is edited.
+    """At most the last `limit` tokens. The limit does not depend on the open file, so edits of it leave this prefix
+    cached.
     """
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)
     pieces = [] if separator is None else [[separator, *_encode_source(tokenizer, OPEN_FILE_NAME)]]
     num_ids = sum(map(len, pieces))
     for index in range(len(chunks) - 1, -1, -1):
-        chunk, place = chunks[index], f"input_extra[{index}]"
-        check_no_surrogates(chunk.text + chunk.filename, place)
+        chunk, field = chunks[index], f"input_extra[{index}]"
+        check_no_surrogates(chunk.text + chunk.filename, field)
         if num_ids >= limit:
             continue
         heading = (
@@ -94,14 +94,14 @@ def _find_token(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
 
 def _encode_source(tokenizer: Tokenizer, text: str) -> list[int]:
     """Special tokens in source code are plain text. No space is added at the start."""
-    return _remove_lead(
-        tokenizer, encode_with_literal_texts(tokenizer, _lead(tokenizer) + text, [text], add_special_tokens=False)
+    return _remove_guard(
+        tokenizer, encode_with_literal_texts(tokenizer, _guard(tokenizer) + text, [text], add_special_tokens=False)
     )
 
 
-def _lead(tokenizer: Tokenizer) -> str:
-    return _LEAD if tokenizer.strips_first_space else ""
+def _guard(tokenizer: Tokenizer) -> str:
+    return _GUARD if tokenizer.strips_first_space else ""
 
 
-def _remove_lead(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    return ids[len(tokenizer.encode(_lead(tokenizer), add_special_tokens=False)) :]
+def _remove_guard(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    return ids[len(tokenizer.encode(_guard(tokenizer), add_special_tokens=False)) :]

@@ -65,7 +65,7 @@ def resolve_infill(body_bytes: bytes, model: ServedModel, config: ServerConfig) 
 def _resolve(
     body: LlamaCppBody, prompt: str | list[int], end_ids: Sequence[int], model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
-    """`end_ids` end the answer, besides the model's."""
+    """`end_ids`: end the answer in addition to the model's own."""
     names = {**FIELD_NAMES, "structured_outputs": "grammar" if body.grammar else "json_schema"}
     writer = partial(LlamaCppWriter, _answer_fields(body, prompt, model))
     with rename_fields_in_raised_errors(names):
@@ -100,13 +100,13 @@ def _resolve(
 
 def _answer_fields(body: LlamaCppBody, prompt: str | list[int], model: ServedModel) -> LlamaCppFields:
     """Decodes the prompt only if the answer repeats it."""
-    named = SAMPLER_FIELDS if body.samplers is None else body.samplers
+    active_samplers = SAMPLER_FIELDS if body.samplers is None else body.samplers
     text: str | None = None
     if body.response_fields is None or "prompt" in body.response_fields:
         text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
     return LlamaCppFields(
         context_length=model.context_length,
-        samplers=[name for name in KNOWN_SAMPLERS if name in named],
+        samplers=[name for name in KNOWN_SAMPLERS if name in active_samplers],
         prompt=text,
         response_fields=body.response_fields,
         return_tokens=body.return_tokens,
@@ -120,7 +120,7 @@ def _line_rule(body: LlamaCppBody) -> LineRule | None:
 
 
 def _sampler_fields(body: LlamaCppBody) -> dict[str, Any]:
-    """Those that `samplers` does not name have no effect."""
+    """Fields of samplers that `samplers` does not contain are neutral."""
     fields: dict[str, Any] = {}
     for sampler, (name, neutral) in SAMPLER_FIELDS.items():
         applies = body.samplers is None or sampler in body.samplers
@@ -139,7 +139,7 @@ def _structured_outputs(body: LlamaCppBody) -> dict[str, Any] | None:
 
 
 def _token_biases(body: LlamaCppBody, tokenizer: Tokenizer) -> dict[int, float] | None:
-    """A text's bias is that of each of its tokens."""
+    """A text's bias applies to each of its tokens."""
     if body.logit_bias is None:
         return None
     pairs = body.logit_bias.items() if isinstance(body.logit_bias, dict) else body.logit_bias

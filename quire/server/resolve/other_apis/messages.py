@@ -190,10 +190,10 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
 
 
 def system_texts(body: CountTokensRequest) -> list[str]:
-    """Without empty texts."""
+    """Leaves out empty texts and agents' billing line."""
     texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
-    read_texts = (BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text for text in texts)
-    return [text for text in read_texts if text]
+    stripped_texts = (BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text for text in texts)
+    return [text for text in stripped_texts if text]
 
 
 def append_user_turns(

@@ -42,7 +42,7 @@ from quire.server.resolve.other_apis.history import (
     load_referenced_items,
     previous_response_not_found,
     response_history,
-    to_kept_items,
+    to_cached_items,
     to_stored_items,
 )
 from quire.server.resolve.other_apis.input_items import turns_from_items
@@ -112,7 +112,7 @@ def resolve_response(
     if stored or conversation:
         stored_input = to_stored_items(items, "input", in_conversation=conversation is not None)
     elif history is not None:
-        stored_input = to_kept_items(items)
+        stored_input = to_cached_items(items)
     fields = ResponsesApiFields(
         echoed_fields=encode_echoed_fields({**echoed_fields(body, resolved.request.params), "store": stored}),
         namespaces={
@@ -124,10 +124,10 @@ def resolve_response(
         store=stored,
         background=body.background,
         input_items=stored_input or (),
-        kept=history is not None and stored_input is not None,
+        cache_for_websocket=history is not None and stored_input is not None,
         previous_id=body.previous_response_id,
         conversation_id=conversation,
-        continues_unstored=history is not None and history.previous is not None and not history.previous.is_stored,
+        continues_unstored_response=history is not None and history.continues_unstored_response,
     )
     (prompt,) = resolved.request.prompts
     fingerprint = fingerprint_response_prompt(body, chat, prompt, [*earlier, *items])
@@ -164,20 +164,20 @@ def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
 
 def check_store_fields(body: ResponsesRequest, config: ServerConfig, history: WebSocketHistory | None = None) -> None:
     """Raises InvalidRequest if the store is needed but missing or forbidden."""
-    kept = None if history is None else history.previous
+    cached_response = None if history is None else history.previous
     if config.data_dir is None:
-        if body.previous_response_id and history is not None and kept is None:
+        if body.previous_response_id and history is not None and cached_response is None:
             raise previous_response_not_found(body.previous_response_id)
         for name in ("previous_response_id", "conversation", "background"):
-            if getattr(body, name) and not (kept is not None and name == "previous_response_id"):
+            if getattr(body, name) and not (cached_response is not None and name == "previous_response_id"):
                 raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
-    elif kept is not None and not kept.is_stored and body.store is not False:
-        message = f"store: the response `{kept.id}`, which this one continues, is not stored: pass store false"
+    elif cached_response is not None and not cached_response.is_stored and body.store is not False:
+        message = f"store: the previous response, `{cached_response.id}`, is not stored: pass store false"
         raise InvalidRequest(message, param="store")
     check_no_surrogates(body.previous_response_id or "", "previous_response_id")
     check_no_surrogates(body.conversation_id or "", "conversation")
-    compared_id = body.prompt_cache_options.comparison_response_id
-    check_no_surrogates(compared_id or "", "prompt_cache_options.comparison_response_id")
+    comparison_id = body.prompt_cache_options.comparison_response_id
+    check_no_surrogates(comparison_id or "", "prompt_cache_options.comparison_response_id")
     if body.previous_response_id is not None and body.conversation is not None:
         raise InvalidRequest("conversation and previous_response_id exclude each other", param="conversation")
     if body.background and body.store is False:
@@ -194,7 +194,7 @@ def load_items(
     """Returns earlier and own items. Raises NeedsWorker, because there may be many."""
     folder = config.data_dir
     previous = body.previous_response_id
-    kept = None if history is None else history.previous
+    cached_response = None if history is None else history.previous
     conversation = body.conversation_id
     if isinstance(body.input, str):
         input_items: Sequence[InputItem | ItemReference] = (
@@ -203,14 +203,16 @@ def load_items(
     else:
         input_items = body.input
     ids = [item.id for item in input_items if isinstance(item, ItemReference)]
-    if kept is None and (folder is None or not (previous or conversation or ids)):
+    if cached_response is None and (folder is None or not (previous or conversation or ids)):
         if ids:
             raise InvalidRequest(f"input: {NO_STORE_MESSAGE}", param="input")
         return [], [item for item in input_items if not isinstance(item, ItemReference)]
-    reads_store = folder is not None and (kept is None or bool(ids))
+    reads_store = folder is not None and (cached_response is None or bool(ids))
     if reads_store and not model.expendable:
         raise NeedsWorker
-    earlier_items = kept.parse_items() if kept is not None else _stored_earlier_items(folder, owner, body)
+    earlier_items = (
+        _stored_earlier_items(folder, owner, body) if cached_response is None else cached_response.parse_items()
+    )
     known = load_referenced_items(folder, owner, ids, earlier_items) if ids else {}
     own_items = [
         ITEM_ADAPTER.validate_python(known[one.id]) if isinstance(one, ItemReference) else one for one in input_items

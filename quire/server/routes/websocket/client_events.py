@@ -16,11 +16,11 @@ _MAX_SHOWN_BYTES = 50
 _NULL = msgspec.Raw(b"null")
 _NOT_OBJECT_MESSAGE = "Each message must be a JSON object, sent as text"
 _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
-"""Makes an event a body of POST: the last of two equal names counts."""
+"""Appended to an event, they make it a POST's body: of two equal names, the last counts."""
 
 
 class _Envelope(msgspec.Struct):
-    """Raw fields are read later, or by the pipeline."""
+    """Raw fields are decoded later, or only by the pipeline."""
 
     type: msgspec.Raw = _NULL
     stream_id: msgspec.Raw = _NULL
@@ -52,13 +52,13 @@ class EventRefused(Exception):
 
 
 def parse_client_event(message: bytes) -> CreateEvent | SteerEvent:
-    """Raises EventRefused. Does not look at what the pipeline reads."""
+    """Raises EventRefused. Leaves other checks to the pipeline."""
     try:
         envelope = msgspec.json.decode(message, type=_Envelope)
     except msgspec.ValidationError as error:
         raise _refused(f"{_NOT_OBJECT_MESSAGE}: {describe_validation_error(error)}", None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _refused(f"{_NOT_OBJECT_MESSAGE}; this one is no valid JSON", None) from None
+        raise _refused(f"{_NOT_OBJECT_MESSAGE}; this one is not valid JSON", None) from None
     stream_id = _read_stream_id(envelope.stream_id)
     kind = _text_or_none(envelope.type)
     previous_id = _text_or_none(envelope.previous_response_id)
@@ -66,11 +66,11 @@ def parse_client_event(message: bytes) -> CreateEvent | SteerEvent:
         return SteerEvent(previous_id, envelope.input)
     if kind != CREATE:
         shown = bytes(memoryview(envelope.type)[:_MAX_SHOWN_BYTES]).decode(errors="replace")
-        raise _refused(f"type: must be {CREATE}, got {shown}", "type", stream_id)
+        raise _refused(f"type must be {CREATE}, got {shown}", "type", stream_id)
     if bytes(envelope.stream) not in (b"null", b"true"):
-        raise _refused("stream: a WebSocket always streams; leave it out", "stream", stream_id)
+        raise _refused("stream must be true or missing: a WebSocket always streams", "stream", stream_id)
     if bytes(envelope.background) not in (b"null", b"false"):
-        raise _refused("background: is not available over a WebSocket: use POST", "background", stream_id)
+        raise _refused("background is not available over a WebSocket: use POST", "background", stream_id)
     return CreateEvent(stream_id, previous_id, message.rstrip()[:-1] + _POST_FIELDS)
 
 
@@ -79,13 +79,13 @@ def _read_stream_id(raw: msgspec.Raw) -> str | None:
         return None
     stream_id = _text_or_none(raw)
     if stream_id is None or _STREAM_ID_PATTERN.fullmatch(stream_id) is None:
-        message = "stream_id: must be 1 to 256 letters, digits, underscores, hyphens and periods"
+        message = "stream_id must be 1 to 256 letters, digits, underscores, hyphens and periods"
         raise _refused(message, "stream_id", code="invalid_stream_id")
     return stream_id
 
 
 def _text_or_none(raw: msgspec.Raw) -> str | None:
-    """None for other types; the pipeline refuses them."""
+    """None for other types, which the pipeline refuses."""
     try:
         return msgspec.json.decode(raw, type=str | None)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -109,7 +109,7 @@ def encode_error_event(info: ErrorInfo, stream_id: str | None, headers: dict[str
 
 
 def encode_steer_failure(event: SteerEvent) -> str:
-    """OpenAI's answer of a model that cannot be steered. It returns the input."""
+    """OpenAI's event for a model that cannot be steered. It contains the refused input."""
     message = "Responses cannot be steered here: send response.create when the response has ended"
     error = {"type": INVALID_REQUEST_TYPE, "code": "steering_not_supported", "message": message}
     steer = {"previous_response_id": event.previous_id or "", "input": event.input}

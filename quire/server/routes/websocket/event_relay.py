@@ -14,13 +14,12 @@ _DATA_PREFIX = b"data: "
 
 
 class EventRelay:
-    """An ASGI `send` for one request. Its answer's events become messages, and its error an error event."""
+    """An ASGI `send` for one request: turns the answer's events into messages, and an error into an error event."""
 
     def __init__(self, send_text: Callable[[str], Awaitable[None]], stream_id: str | None) -> None:
         self._send_text = send_text
         self._stream_id = stream_id
-        self._field = b"}" if stream_id is None else b',"stream_id":"%b"}' % stream_id.encode()
-        """Ends each event."""
+        self._event_end = b"}" if stream_id is None else b',"stream_id":"%b"}' % stream_id.encode()
         self._status: int | None = None
         self._headers = Headers()
         self._body = b""
@@ -33,14 +32,14 @@ class EventRelay:
         else:
             for line in message.get("body", b"").split(b"\n"):
                 if line.startswith(_DATA_PREFIX):
-                    await self._send_text((line[len(_DATA_PREFIX) : -1] + self._field).decode())
+                    await self._send_text((line[len(_DATA_PREFIX) : -1] + self._event_end).decode())
 
     @property
     def _is_event_stream(self) -> bool:
         return self._headers.get("content-type", "").encode() == EVENT_STREAM_TYPE
 
     async def send_error(self) -> None:
-        """Call after the answer. Does nothing if it was a stream, which has its own error events."""
+        """Call after the answer. Does nothing for a stream, which has its own error events."""
         if self._is_event_stream:
             return
         info = ErrorInfo(500, UNEXPECTED_MESSAGE, SERVER_ERROR_TYPE, None, "internal_error")

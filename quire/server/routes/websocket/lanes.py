@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from quire.engine.common.errors import Overloaded
 from quire.server.access.memory_lease import MemoryLease
 from quire.server.error_responses import INVALID_REQUEST_TYPE, ErrorInfo, error_info
-from quire.server.resolve.other_apis.history import KeptResponse
+from quire.server.resolve.other_apis.history import CachedResponse
 from quire.server.routes.websocket.client_events import CreateEvent, EventRefused
 
 MAX_RUNNING_RESPONSES = 16
-"""OpenAI's limit, as the next one. Per connection."""
+"""Per connection. OpenAI's limit, like the next one."""
 MAX_NAMED_LANES = 32
 MAX_WAITING_EVENTS = 64
 """Per connection."""
@@ -20,19 +20,19 @@ MAX_WAITING_EVENTS = 64
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """The events of one `stream_id`, answered one after the other."""
+    """The events with one `stream_id`, which are answered in order."""
 
     stream_id: str | None
-    """None: events without it."""
+    """None: the events without one."""
     waiting: deque[CreateEvent] = field(default_factory=deque)
-    latest: KeptResponse | None = None
+    latest: CachedResponse | None = None
     task: asyncio.Task[None] | None = None
-    """Answers the lane's events; None if there are none."""
+    """Answers the lane's events; None if none are waiting."""
 
 
 class Lanes:
     def __init__(self, answer: Callable[[Lane, CreateEvent], Awaitable[None]], lease: MemoryLease) -> None:
-        """`answer` raises nothing. `lease`: for events that wait and for kept responses."""
+        """`answer` raises no exceptions. `lease`: for waiting events and cached responses."""
         self._answer = answer
         self._lease = lease
         self._lanes: dict[str | None, Lane] = {None: Lane(None)}
@@ -59,15 +59,15 @@ class Lanes:
         if lane.task is None:
             lane.task = asyncio.create_task(self._run_lane(lane))
 
-    def find_kept(self, response_id: str | None) -> KeptResponse | None:
-        return next((each for each in self._kept_responses if each.id == response_id), None)
+    def find_cached_response(self, response_id: str | None) -> CachedResponse | None:
+        return next((each for each in self._cached_responses if each.id == response_id), None)
 
     @property
-    def _kept_responses(self) -> Iterator[KeptResponse]:
+    def _cached_responses(self) -> Iterator[CachedResponse]:
         return (lane.latest for lane in self._lanes.values() if lane.latest is not None)
 
-    def keep(self, lane: Lane, response: KeptResponse) -> None:
-        """Without room, the response cannot be continued unless it is stored."""
+    def cache_response(self, lane: Lane, response: CachedResponse) -> None:
+        """Replaces the lane's cached response. Caches nothing if there is no room."""
         if lane.latest is not None:
             self._lease.shrink_lease(lane.latest.num_bytes)
             lane.latest = None
@@ -77,14 +77,14 @@ class Lanes:
             return
         lane.latest = response
 
-    def drop_waiting(self) -> None:
+    def drop_waiting_events(self) -> None:
         for lane in self._lanes.values():
             while lane.waiting:
-                self._forget_event(lane.waiting.popleft())
+                self._release_event(lane.waiting.popleft())
 
     def _find_or_add_lane(self, stream_id: str | None) -> Lane:
         if stream_id not in self._lanes and len(self._lanes) > MAX_NAMED_LANES:
-            message = f"This connection has had {MAX_NAMED_LANES} different stream_id: use one of them again"
+            message = f"This connection already has {MAX_NAMED_LANES} different values of stream_id: reuse one of them"
             info = ErrorInfo(400, message, INVALID_REQUEST_TYPE, "stream_id", "websocket_stream_limit_reached")
             raise EventRefused(info, stream_id)
         return self._lanes.setdefault(stream_id, Lane(stream_id))
@@ -92,12 +92,12 @@ class Lanes:
     async def _run_lane(self, lane: Lane) -> None:
         while lane.waiting:
             async with self._running_slots:
-                if lane.waiting:  # else they were dropped meanwhile
+                if lane.waiting:  # they may have been dropped
                     event = lane.waiting.popleft()
                     await self._answer(lane, event)
-                    self._forget_event(event)
+                    self._release_event(event)
         lane.task = None
 
-    def _forget_event(self, event: CreateEvent) -> None:
+    def _release_event(self, event: CreateEvent) -> None:
         self._num_waiting -= 1
         self._lease.shrink_lease(len(event.body))

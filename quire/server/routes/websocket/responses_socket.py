@@ -26,9 +26,9 @@ from quire.server.error_responses import (
     error_response,
     http_error_info,
 )
-from quire.server.http.websocket import GOING_AWAY_SCOPE_KEY, MORE_KEY
-from quire.server.pipeline.stored_response import KEEPER_SCOPE_KEY
-from quire.server.resolve.other_apis.history import KeptResponse, WebSocketHistory
+from quire.server.http.websocket import GOING_AWAY_SCOPE_KEY, MORE_PIECES_KEY
+from quire.server.pipeline.stored_response import RESPONSE_CACHE_SCOPE_KEY
+from quire.server.resolve.other_apis.history import CachedResponse, WebSocketHistory
 from quire.server.routes.websocket.client_events import (
     CreateEvent,
     EventRefused,
@@ -50,7 +50,7 @@ MAX_CONNECTION_SECONDS = 3600.0
 MAX_MALFORMED_EVENTS = 100
 """Per connection."""
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""They name one request, and a connection has many."""
+"""They apply to one request, and a connection has many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
@@ -100,10 +100,10 @@ async def serve_responses(websocket: WebSocket) -> None:
 def _find_refusal(websocket: WebSocket, server: ServerContext) -> ErrorInfo | None:
     for name in _UNUSABLE_HEADERS:
         if name in websocket.headers:
-            message = f"{name}: is not available with a WebSocket, on which there are many requests: use POST"
+            message = f"{name} is not available over a WebSocket, which carries many requests: use POST"
             return ErrorInfo(400, message, INVALID_REQUEST_TYPE, name)
-    if not server.config.max_websockets:  # with this status Codex uses POST at once
-        message = "WebSockets are switched off here (--max-websockets 0): use POST"
+    if not server.config.max_websockets:  # with this status Codex falls back to POST
+        message = "WebSockets are disabled (--max-websockets 0): use POST"
         return ErrorInfo(426, message, INVALID_REQUEST_TYPE, None, "websockets_disabled")
     if not server.websockets.connections.has_room(tenant_of(websocket.scope).name, 1):
         return error_info(Overloaded("Too many WebSockets are open (--max-websockets). Please try again later"))
@@ -115,12 +115,12 @@ class ResponsesSocket:
         self._websocket = websocket
         self._body_reader = server.body_reader
         self._tenant = tenant_of(websocket.scope)
-        self._lease = server.websockets.new_lease(self._tenant.name)
+        self._lease = server.websockets.new_connection_lease(self._tenant.name)
         self._lanes = Lanes(self._answer, self._lease)
         self._is_closed = asyncio.Event()
-        """The client has left, or gets nothing more."""
-        self._ending: ErrorInfo | None = None
-        """Why no more events are answered."""
+        """Set when the client has left, or nothing more is sent to it."""
+        self._end_reason: ErrorInfo | None = None
+        """If set, further events are refused with it."""
         self._last_event = ""
         self._num_malformed = 0
 
@@ -138,7 +138,7 @@ class ResponsesSocket:
             log.exception("a WebSocket failed")
         finally:
             self._is_closed.set()
-            self._lanes.drop_waiting()
+            self._lanes.drop_waiting_events()
             reading.cancel()
             ending.cancel()
             await asyncio.gather(reading, ending, *self._lanes.tasks, return_exceptions=True)
@@ -153,15 +153,15 @@ class ResponsesSocket:
         try:
             async with asyncio.timeout(MAX_CONNECTION_SECONDS):
                 await going_away.wait()
-            self._ending = error_info(Overloaded(SHUTTING_DOWN_MESSAGE))
+            self._end_reason = error_info(Overloaded(SHUTTING_DOWN_MESSAGE))
         except TimeoutError:
             minutes = MAX_CONNECTION_SECONDS / 60
-            message = f"This connection is {minutes:g} minutes old, and is closed: open another one"
-            self._ending = ErrorInfo(400, message, INVALID_REQUEST_TYPE, None, "websocket_connection_limit_reached")
-            self._last_event = encode_error_event(self._ending, None)
+            message = f"This connection has reached the limit of {minutes:g} minutes: open a new one"
+            self._end_reason = ErrorInfo(400, message, INVALID_REQUEST_TYPE, None, "websocket_connection_limit_reached")
+            self._last_event = encode_error_event(self._end_reason, None)
 
     async def _finish_lanes(self, reading: asyncio.Task[CloseCode]) -> None:
-        """Open responses may end. Reading goes on, because the client may leave."""
+        """Waits for open responses. Reading continues, to notice if the client leaves."""
         while (tasks := self._lanes.tasks) and not reading.done():
             await asyncio.wait([reading, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if self._last_event and not reading.done():
@@ -172,7 +172,7 @@ class ResponsesSocket:
     async def _read_events(self) -> CloseCode:
         """Returns the close code."""
         while self._num_malformed < MAX_MALFORMED_EVENTS:
-            await asyncio.sleep(0)  # queued messages and unread answers do not wait
+            await asyncio.sleep(0)  # with queued messages and a client that reads nothing, the rest never suspends
             first = await self._websocket.receive()
             if first["type"] == "websocket.disconnect":
                 return CloseCode.NORMAL
@@ -182,12 +182,12 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
-        """Returns a close code if the connection cannot go on."""
+        """Returns a close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
                 content = b"".join(body.chunks)
-            await self._take_event(message, content)
+            await self._handle_event(message, content)
         except ClientDisconnect:
             return CloseCode.NORMAL
         except EventRefused as refused:
@@ -201,16 +201,16 @@ class ResponsesSocket:
             return CloseCode.TOO_BIG if error.status_code == 413 else CloseCode.POLICY_VIOLATION
         return None
 
-    async def _take_event(self, message: ClientMessage, content: bytes) -> None:
+    async def _handle_event(self, message: ClientMessage, content: bytes) -> None:
         """Raises EventRefused."""
         if message.is_binary:
-            info = ErrorInfo(400, "Messages are text, this one is binary", INVALID_REQUEST_TYPE)
+            info = ErrorInfo(400, "Messages must be text, not binary", INVALID_REQUEST_TYPE)
             raise EventRefused(info)
         event = parse_client_event(content)
         if isinstance(event, SteerEvent):
             await self._send_text(encode_steer_failure(event))
-        elif self._ending is not None:
-            raise EventRefused(self._ending, event.stream_id)
+        elif self._end_reason is not None:
+            raise EventRefused(self._end_reason, event.stream_id)
         else:
             self._lanes.add_event(event)
 
@@ -218,14 +218,14 @@ class ResponsesSocket:
 
     async def _answer(self, lane: Lane, event: CreateEvent) -> None:
         relay = EventRelay(self._send_text, lane.stream_id)
-        keeper = LaneKeeper(self._lanes, lane, self._lanes.find_kept(event.previous_id))
+        response_cache = LaneResponseCache(self._lanes, lane, self._lanes.find_cached_response(event.previous_id))
         try:
-            await self._websocket.app(self._request_scope(event, keeper), self._receive_disconnect, relay)
+            await self._websocket.app(self._request_scope(event, response_cache), self._receive_disconnect, relay)
             await relay.send_error()
         except Exception:
             log.exception("a response over a WebSocket failed")
 
-    def _request_scope(self, event: CreateEvent, keeper: LaneKeeper) -> dict[str, Any]:
+    def _request_scope(self, event: CreateEvent, response_cache: LaneResponseCache) -> dict[str, Any]:
         scope = self._websocket.scope
         headers = [
             each
@@ -245,7 +245,7 @@ class ResponsesSocket:
             "headers": headers,
             "tenant": self._tenant,
             READ_BODY_SCOPE_KEY: body,
-            KEEPER_SCOPE_KEY: keeper,
+            RESPONSE_CACHE_SCOPE_KEY: response_cache,
             **{name: scope[name] for name in ("query_string", "root_path", "client", "server")},
         }
 
@@ -259,7 +259,7 @@ class ResponsesSocket:
             return
         try:
             await self._websocket.send_text(text)
-        except (RuntimeError, WebSocketDisconnect):  # the reading task notices it too
+        except (RuntimeError, WebSocketDisconnect):  # the reading task will notice, too
             self._is_closed.set()
 
 
@@ -278,7 +278,7 @@ class ClientMessage:
         if message["type"] == "websocket.disconnect":
             self._has_more = False
             return {"type": "http.disconnect"}
-        self._has_more = message.get(MORE_KEY, False)
+        self._has_more = message.get(MORE_PIECES_KEY, False)
         text = message.get("text")
         data = message.get("bytes") or b"" if text is None else text.encode()
         return {"type": "http.request", "body": data, "more_body": self._has_more}
@@ -288,13 +288,13 @@ class ClientMessage:
             await self.receive()
 
 
-class LaneKeeper:
-    """A ResponseKeeper."""
+class LaneResponseCache:
+    """The ResponseCache of a lane's request."""
 
-    def __init__(self, lanes: Lanes, lane: Lane, previous: KeptResponse | None) -> None:
+    def __init__(self, lanes: Lanes, lane: Lane, previous: CachedResponse | None) -> None:
         self._lanes = lanes
         self._lane = lane
         self.history = WebSocketHistory(previous)
 
-    def keep(self, response: KeptResponse) -> None:
-        self._lanes.keep(self._lane, response)
+    def cache_response(self, response: CachedResponse) -> None:
+        self._lanes.cache_response(self._lane, response)
