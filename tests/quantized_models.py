@@ -24,20 +24,27 @@ def quantize_checkpoint(
     folder: Path, out: Path, pack: Packer, config: Mapping[str, Any], leave: tuple[str, ...] = ("lm_head",)
 ) -> Path:
     """Write the model of `folder` with packed linears, and change `folder` to the weights that they represent."""
+    quantize_linears(folder, out, lambda linear: None if any(part in f"{linear}.weight" for part in leave) else pack)
+    content = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(content | {"quantization_config": dict(config)}))
+    return out
+
+
+def quantize_linears(folder: Path, out: Path, pack_of: Callable[[str], Packer | None]) -> None:
+    """Like quantize_checkpoint, but config.json stays. `pack_of` a linear's name: None leaves it."""
     shutil.copytree(folder, out)
     tensors, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         linear, _, kind = name.rpartition(".")
-        if tensor.ndim != 2 or kind != "weight" or "embed" in name or any(part in name for part in leave):
+        is_linear = tensor.ndim == 2 and kind == "weight" and "embed" not in name
+        if not is_linear or (pack := pack_of(linear)) is None:
             tensors[name] = dense[name] = tensor.float()
             continue
         packed, dense[name] = pack(tensor.float())
         tensors |= {f"{linear}.{each}": content.contiguous() for each, content in packed.items()}
     save_file(tensors, out / "model.safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / "model.safetensors")
-    content = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(content | {"quantization_config": dict(config)}))
-    return out
+    dense = {name: tensor.contiguous() for name, tensor in dense.items()}
+    save_file(dense, folder / "model.safetensors", {"format": "pt"})
 
 
 def rounded(
@@ -190,6 +197,45 @@ def float4(group: int) -> Packer:
         return stored | {"weight_packed": (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8)}, dense
 
     return pack
+
+
+def modelopt_nvfp4(weight: Tensor) -> Packed:
+    """weight = code * weight_scale * weight_scale_2; the global scale makes the largest group's scale 448."""
+    outs, inner = weight.shape
+    groups = weight.view(outs, -1, 16)
+    shared = groups.abs().max() / (6 * 448)
+    scales = (groups.abs().amax(2) / 6 / shared).to(torch.float8_e4m3fn)
+    steps = (scales.float() * shared)[:, :, None]
+    table = torch.tensor([*FLOATS_OF_4, *(-each for each in FLOATS_OF_4)])
+    codes = ((groups / steps)[..., None] - table).abs().argmin(-1)
+    flat, dense = codes.view(outs, inner).to(torch.uint8), (table[codes] * steps).view(outs, inner)
+    tensors = {"weight": flat[:, ::2] | flat[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": shared}
+    return tensors | {"input_scale": torch.tensor(0.5)}, dense
+
+
+def modelopt_float8(algo: str) -> Packer:
+    """A scale per tensor (FP8), per output (FP8_PER_CHANNEL_PER_TOKEN), or per 128 x 128 (FP8_PB_WO)."""
+
+    def pack(weight: Tensor) -> Packed:
+        strategy = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block"}[algo]
+        tensors, dense = float8(strategy)(weight)
+        if strategy == "channel":
+            tensors["weight_scale"] = tensors["weight_scale"].flatten()
+        if strategy == "block":
+            tensors["weight_scale"] = tensors["weight_scale"][:, None, :, None]
+        return tensors, dense
+
+    return pack
+
+
+def mxfp8(weight: Tensor) -> Packed:
+    """e4m3 times a power of two per 32 inputs, stored as its exponent and 127."""
+    groups = weight.view(weight.shape[0], -1, 32)
+    exponents = (groups.abs().amax(2) / 448).log2().ceil()
+    steps = 2 ** exponents[:, :, None]
+    codes = (groups / steps).to(torch.float8_e4m3fn)
+    tensors = {"weight": codes.view(weight.shape), "weight_scale": (exponents + 127).to(torch.uint8)}
+    return tensors, (codes.float() * steps).view(weight.shape)
 
 
 def stack_mxfp4(folder: Path, out: Path) -> Path:

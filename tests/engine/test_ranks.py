@@ -37,7 +37,16 @@ from tests.engine.ranks import thread_ranks
 from tests.engine.test_heads import METHODS, made_head
 from tests.engine.test_speculation import always
 from tests.gguf_models import write_gguf
-from tests.quantized_models import awq, compressed, compressed_config, float8, gptq, quantize_checkpoint
+from tests.quantized_models import (
+    awq,
+    compressed,
+    compressed_config,
+    float8,
+    gptq,
+    modelopt_nvfp4,
+    mxfp8,
+    quantize_checkpoint,
+)
 from tests.tiny_encoders import save_tiny_encoder
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
@@ -160,6 +169,8 @@ QUANTIZED: dict[str, Any] = {
         float8("block", block=(32, 32)),
         compressed_config("float-quantized", 8, 0, kind="float", strategy="block", block_structure=[32, 32]),
     ),
+    "nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Each rank's part has whole quantization groups."""

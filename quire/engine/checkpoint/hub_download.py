@@ -179,15 +179,15 @@ def has_cached_weights(
     return folder is not None and any(path.suffix in suffixes for path in folder.rglob("*"))
 
 
-def fetch_config(name: HubName, revision: str | None, file: str, target_dir: Path) -> Path:
-    """Return config.json's folder. For a GGUF model, fetch only headers, a few MB, into sparse files of full size, and
-    return the first file. Raises ModelError.
+def fetch_config(name: HubName, revision: str | None, config_files: Sequence[str], target_dir: Path) -> Path:
+    """Return the files' folder; some may be missing. For a GGUF model, fetch only headers, a few MB, into sparse files
+    of full size, and return the first file. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):
         listing = list_repo_files(name, revision)
         if not name.wants_gguf and not listing.has_only_gguf_weights:
-            return _download_snapshot(name, revision, listing, [file])
+            return _download_snapshot(name, revision, listing, config_files)
         files = select_gguf_files(name, listing)
         for path in files:
             _fetch_gguf_header(name, listing, path, target_dir)

@@ -24,7 +24,11 @@ from quire.engine.checkpoint.hub_download import download_files, download_from_h
 from quire.engine.checkpoint.hub_names import HubName, parse_hub_name
 from quire.engine.checkpoint.model_catalog import load_catalog, suggest_short_name
 from quire.engine.checkpoint.output_head import correct_tie_word_embeddings
-from quire.engine.checkpoint.quantization import parse_quantization_config
+from quire.engine.checkpoint.quantization import (
+    HF_QUANT_CONFIG_FILE,
+    merge_modelopt_config,
+    parse_quantization_config,
+)
 from quire.engine.checkpoint.transformers_classes import (
     config_for_transformers_class,
     first_position_id,
@@ -142,7 +146,7 @@ def resolve_hub_name(name: str) -> HubName:
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
     """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. From the hub, fetch only
-    config.json (folder None) or GGUF headers. Raises ModelError.
+    configurations (folder None) or GGUF headers. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
     folder: Path | None
@@ -152,16 +156,24 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     elif path.exists() or find_model_in_python_package(name) is not None:
         path = folder = resolve_model(name)
     else:
-        path = fetch_config(resolve_hub_name(name), revision, file_name, _make_temp_dir())
+        path = fetch_config(resolve_hub_name(name), revision, (file_name, HF_QUANT_CONFIG_FILE), _make_temp_dir())
         folder = None if path.is_dir() else path
     files = ModelFiles(path)
-    raw = files.read_json_file(file_name)
+    raw = read_config_json(files, file_name)
     if raw is None:
         raise ModelError(f"model: there is no {file_name} in {name if folder is None else path.absolute().name}")
     if folder is not None:
         raw = correct_tie_word_embeddings(raw, parse_text_config(raw, files.file_label(file_name)), folder)
     check_config_fields(raw, files.file_label(file_name))
     return raw, folder
+
+
+def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[str, Any] | None:
+    """With what ModelOpt writes beside it. None if there is no such file. Raises ModelError."""
+    content = files.read_json_file(file_name)
+    if content is None or files.folder is None:
+        return content
+    return merge_modelopt_config(content, files.read_json_file(HF_QUANT_CONFIG_FILE))
 
 
 def check_config_fields(raw: dict[str, Any], label: str) -> None:
@@ -186,7 +198,7 @@ def read_model_config(
 ) -> ModelConfig:
     """Optional arguments override the model's own files. Raises ModelError naming a wrong field."""
     files = ModelFiles(path)
-    content, label = files.read_json_file("config.json"), files.file_label("config.json")
+    content, label = read_config_json(files), files.file_label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
     content = correct_tie_word_embeddings(content, parse_text_config(content, label), weights or path)

@@ -1,22 +1,32 @@
 """Weight formats of linears: GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024), compressed-tensors
 (https://github.com/vllm-project/compressed-tensors), FP8 as in DeepSeek-V3 (2024) and AutoFP8, bitsandbytes 8-bit
-(Dettmers et al., 2022) and 4-bit (Dettmers et al., 2023), MXFP4 (Rouhani et al., 2023) as in gpt-oss. No torch.
+(Dettmers et al., 2022) and 4-bit (Dettmers et al., 2023), MXFP4 and MXFP8 (Rouhani et al., 2023), ModelOpt
+(https://github.com/NVIDIA/Model-Optimizer). No torch.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from quire.engine.common.errors import ModelError
-from quire.engine.families.base.schema.quantization_schema import QuantizationConfig, WeightQuantizationArgs
+from quire.engine.families.base.schema.quantization_schema import (
+    ModelOptLayer,
+    QuantizationConfig,
+    WeightQuantizationArgs,
+)
 from quire.engine.text.tokenizer_safety import is_suspicious_regex
 
 _FIELD_PREFIX = "model: config.json: quantization_config"
 _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
+_DOT = re.compile(r"\.")
+HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
+"""ModelOpt's, beside config.json."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 """Inputs per scale."""
 _UNNEEDED_SCALES = re.compile(
@@ -44,26 +54,90 @@ class WeightFormat:
     block_shape: tuple[int, int] = (0, 0)
     """(outputs, inputs), for strategy block."""
     scale_name: str = "weight_scale"
+    has_exponent_scales: bool = False
+    """True: an 8-bit float's scales are powers of two, stored as exponents (e8m0)."""
+    is_modelopt: bool = False
+    """True: ModelOpt's tensor names, and NVFP4's global scale is a factor. False: it is a divisor."""
+
+    @property
+    def stored_bits(self) -> float:
+        """Per weight, with the scales and zero points of groups."""
+        if self.group_size < 1:
+            return self.bits
+        if self.kind == "float4" or self.has_exponent_scales:
+            return self.bits + 8 / self.group_size
+        return self.bits + (16 + self.bits) / self.group_size if self.bits < 8 else self.bits
 
 
 FormatGroups = Sequence[tuple[tuple[str, ...], WeightFormat]]
-"""Targets and formats; the first match counts."""
+"""Patterns of targets, and formats."""
+_MXFP8 = WeightFormat("float8", 8, 32, scale_strategy="group", has_exponent_scales=True)
+_NVFP4 = WeightFormat("float4", 4, 16, scale_strategy="tensor_group", is_modelopt=True)
+_MODELOPT_FORMATS = {
+    "FP8": WeightFormat("float8", scale_strategy="tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat("float8", scale_strategy="channel"),
+    "FP8_PB_WO": WeightFormat("float8", scale_strategy="block", block_shape=(128, 128)),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "MXFP8": _MXFP8,
+}
+"""By quant_algo."""
+
+
+class ModulePatterns:
+    """Names of modules, wildcards (fnmatch), and regular expressions after re:."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        """Raises ModelError for an invalid or possibly slow regular expression."""
+        distinct = tuple(dict.fromkeys(patterns))
+        self._expressions = [_compile_expression(each) for each in distinct if each.startswith(_REGEX_PREFIX)]
+        names = {_text_module_name(each) for each in distinct if not each.startswith(_REGEX_PREFIX)}
+        wildcards = sorted(name for name in names if "*" in name)
+        self._wildcards = re.compile("|".join(map(fnmatch.translate, wildcards))) if wildcards else None
+        self._names = names.difference(wildcards)
+        self._count = len(distinct)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def matches(self, linear: str) -> bool:
+        """A regular expression matches the checkpoint's name from its start. A wildcard matches all of the name, a
+        plain name parts between dots, both without the text model's prefix.
+        """
+        if any(expression.match(linear) for expression in self._expressions):
+            return True
+        name = _text_module_name(linear)
+        if self._wildcards is not None and self._wildcards.match(name):
+            return True
+        dots = [-1, *(match.start() for match in _DOT.finditer(name)), len(name)] if self._names else []
+        return any(name[first + 1 : last] in self._names for first, last in combinations(dots, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormatRules:
     method: str
-    format_groups: FormatGroups
-    ignored_patterns: tuple[str, ...]
+    format_groups: Sequence[tuple[ModulePatterns | None, WeightFormat]]
+    """Targets (None: all linears) and formats; the first match counts."""
+    ignored: ModulePatterns
 
     def find_format(self, linear: str) -> WeightFormat | None:
         """None: unquantized."""
-        if any(_matches_pattern(linear, pattern) for pattern in self.ignored_patterns):
+        if self.ignored.matches(linear):
             return None
-        for targets, weight_format in self.format_groups:
-            if any(target == _ALL_LINEARS or _matches_pattern(linear, target) for target in targets):
-                return weight_format
-        return None
+        matching = (each for targets, each in self.format_groups if targets is None or targets.matches(linear))
+        return next(matching, None)
+
+    @property
+    def trusts_stored_dtypes(self) -> bool:
+        """True: a weight of 16 or 32 bits is unquantized even if no pattern says so, as before ModelOpt 0.39."""
+        return self.method == "modelopt"
+
+    @property
+    def mean_stored_bits(self) -> float:
+        """Of quantized weights; 0 without any. Assumes linears of one size."""
+        counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
+        bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
+        return bits / max(sum(counts), 1)
 
     @property
     def format_summary(self) -> str:
@@ -88,15 +162,46 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
         "fbgemm_fp8": _parse_fbgemm,
         "bitsandbytes": _parse_bitsandbytes,
         "mxfp4": _parse_mxfp4,
+        "modelopt": _parse_modelopt,
     }
     if method not in readers:
         raise _field_error("quant_method", f"{method or 'none'!r} is not served ({', '.join(readers)})")
     groups = readers[method](config)
-    names = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
+    names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
     ignored = tuple(pattern for name in names for pattern in config.get(name) or ())  # type: ignore[attr-defined]
-    for pattern in (*ignored, *(target for targets, _ in groups for target in targets)):
-        _check_pattern(pattern)
-    return WeightFormatRules(method, tuple(groups), ignored)
+    format_groups = [
+        (None if _ALL_LINEARS in targets else ModulePatterns(targets), weight_format)
+        for targets, weight_format in groups
+    ]
+    return WeightFormatRules(method, format_groups, ModulePatterns(ignored))
+
+
+def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`content`: of config.json. ModelOpt describes weights there, in hf_quant_config.json, or in both; config.json
+    wins. It also exports unquantized models. Other methods stay. Raises ModelError.
+    """
+    stored = content.get("quantization_config") or {}
+    if not isinstance(stored, dict):
+        return content  # the schema reports it
+    method, beside = stored.get("quant_method"), (hf_quant_config or {}).get("quantization")
+    is_unnamed = method is None and (beside is not None or stored.get("quant_library") == "modelopt")
+    if not is_unnamed and not str(method).startswith("modelopt"):
+        return content
+    sources = [
+        (HF_QUANT_CONFIG_FILE, beside or {}),
+        ("config.json: quantization_config", stored.get("quantization") or {}),
+        ("config.json", stored),
+    ]
+    merged = dict[str, Any]()
+    for file, source in sources:
+        if not isinstance(source, dict):
+            raise ModelError(f"model: {file}: quantization: expected object")
+        merged |= source
+    if not any(merged.get(name) for name in ("quant_algo", "kv_cache_quant_algo", "kv_cache_scheme")):
+        return {name: value for name, value in content.items() if name != "quantization_config"}
+    # They repeat quant_algo and quantized_layers.
+    merged = {name: value for name, value in merged.items() if name not in ("quantization", "config_groups")}
+    return content | {"quantization_config": merged | {"quant_method": "modelopt"}}
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
@@ -200,11 +305,8 @@ def _parse_compressed_group(field_path: str, storage_format: str, weights: Weigh
         raise _field_error(f"{field_path}.weights.block_structure", "expected two numbers")
     block_shape = (block_structure[0], block_structure[1]) if isinstance(block_structure, list) else (0, 0)
     if kind == "float":
-        if bits != 8 or storage_format not in ("float-quantized", "naive-quantized"):
-            raise _field_error(
-                f"{field_path}.weights", f"floats of {bits} bits stored {storage_format!r} are not served"
-            )
-        return WeightFormat("float8", 8, group_size, scale_strategy=strategy, block_shape=block_shape)
+        weight_format = WeightFormat("float8", bits, group_size, scale_strategy=strategy, block_shape=block_shape)
+        return _check_compressed_float8(field_path, storage_format, weight_format)
     if kind != "int" or strategy == "block":
         raise _field_error(f"{field_path}.weights", f"type {kind!r} with strategy {strategy!r} is not served")
     if storage_format == "pack-quantized" and 2 <= bits <= 8:
@@ -212,6 +314,63 @@ def _parse_compressed_group(field_path: str, storage_format: str, weights: Weigh
     if storage_format in ("int-quantized", "naive-quantized") and bits == 8:
         return WeightFormat("int8", 8, group_size, is_symmetric=symmetric, scale_strategy=strategy)
     raise _field_error(f"{field_path}.weights.num_bits", f"{bits} bits stored {storage_format!r} are not served")
+
+
+def _parse_modelopt(config: QuantizationConfig) -> FormatGroups:
+    kv_algo = _read_modelopt_kv_algo(config)
+    algo = (config.get("quant_algo") or "").upper()
+    if algo != "MIXED_PRECISION":
+        if not algo and kv_algo:  # only the KV cache is quantized
+            return []
+        return _format_all_linears(_find_modelopt_format("", config))
+    layers = config.get("quantized_layers")
+    if not layers:
+        raise _field_error("quantized_layers", "is empty, and MIXED_PRECISION needs it")
+    targets_by_format = dict[WeightFormat, list[str]]()
+    for name, layer in layers.items():
+        weight_format = _find_modelopt_format(f"quantized_layers.{name}.", layer)
+        targets_by_format.setdefault(weight_format, []).append(name)
+    return [(tuple(targets), weight_format) for weight_format, targets in targets_by_format.items()]
+
+
+def _read_modelopt_kv_algo(config: QuantizationConfig) -> str:
+    """FP8, or "" if the KV cache is not quantized."""
+    scheme = config.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        kind = scheme.get("type"), scheme.get("num_bits")
+        scheme = "FP8" if kind == ("float", 8) else " ".join(map(str, kind))
+    for field, algo in (("kv_cache_quant_algo", config.get("kv_cache_quant_algo")), ("kv_cache_scheme", scheme)):
+        if algo and algo.upper() != "FP8":
+            raise _field_error(field, f"{algo[:80]!r} is not served (FP8)")
+        if algo:
+            return "FP8"
+    return ""
+
+
+def _find_modelopt_format(prefix: str, layer: ModelOptLayer | QuantizationConfig) -> WeightFormat:
+    algo, group_size = layer.get("quant_algo") or "", layer.get("group_size")
+    weight_format = _MODELOPT_FORMATS.get(algo.upper())
+    if weight_format is None:
+        raise _field_error(f"{prefix}quant_algo", f"{algo or 'none'!r} is not served ({', '.join(_MODELOPT_FORMATS)})")
+    expected = weight_format.group_size or weight_format.block_shape[1]
+    if expected and group_size and group_size != expected:
+        raise _field_error(f"{prefix}group_size", f"{group_size} is not served with {algo} ({expected})")
+    return weight_format
+
+
+def _check_compressed_float8(field_path: str, storage_format: str, weight_format: WeightFormat) -> WeightFormat:
+    if weight_format.bits != 8 or storage_format not in ("float-quantized", "naive-quantized", "mxfp8-quantized"):
+        raise _field_error(
+            f"{field_path}.weights", f"floats of {weight_format.bits} bits stored {storage_format!r} are not served"
+        )
+    if storage_format != "mxfp8-quantized":
+        return weight_format
+    if weight_format.group_size != _MXFP8.group_size:
+        raise _field_error(
+            f"{field_path}.weights.group_size",
+            f"{weight_format.group_size} is not served with {storage_format} ({_MXFP8.group_size})",
+        )
+    return _MXFP8
 
 
 def _format_all_linears(weight_format: WeightFormat) -> FormatGroups:
@@ -231,26 +390,19 @@ def _parse_group_size(group_size: int | None, default: int) -> int:
     return max(size, 0)
 
 
-def _check_pattern(pattern: str) -> None:
-    """Raise ModelError for an invalid or possibly slow regular expression."""
-    if not pattern.startswith(_REGEX_PREFIX):
-        return
+def _compile_expression(pattern: str) -> re.Pattern[str]:
     expression = pattern.removeprefix(_REGEX_PREFIX)
     try:
-        re.compile(expression)
+        compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError):
         raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} is not a regular expression") from None
     if is_suspicious_regex(expression.removeprefix(".*").removesuffix("$").removesuffix(".*")):
         raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} could take too long to match")
+    return compiled
 
 
-def _matches_pattern(linear: str, pattern: str) -> bool:
-    """A regular expression matches the checkpoint's name from its start. A plain name matches parts between dots,
-    without the text model's prefix.
-    """
-    if pattern.startswith(_REGEX_PREFIX):
-        return re.match(pattern.removeprefix(_REGEX_PREFIX), linear) is not None
-    return f".{pattern.replace('language_model.', '')}." in f".{linear.replace('language_model.', '')}."
+def _text_module_name(module: str) -> str:
+    return module.replace("language_model.", "")
 
 
 def _field_error(field: str, problem: str) -> ModelError:

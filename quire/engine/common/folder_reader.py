@@ -20,8 +20,8 @@ import msgspec
 from quire.engine.common.errors import ModelError
 
 MIB = 2**20
-MAX_JSON_BYTES = 4 * MIB
-"""Python objects take up to 30 times this. Real files have some KB."""
+MAX_JSON_BYTES = 16 * MIB
+"""Python objects take up to 30 times this. Real files have some KB, or some MB where ModelOpt lists every expert."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
 """Characters in an error."""

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from quire.engine import VERSION
+from quire.engine.checkpoint.model_resolver import read_config_json
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
@@ -106,7 +107,7 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
     """Hashes of config.json, tokenizer, chat templates, and code."""
-    model = ModelFiles(resolve_model_with_overrides(config)).read_json_file("config.json")
+    model = read_config_json(ModelFiles(resolve_model_with_overrides(config)))
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()
 

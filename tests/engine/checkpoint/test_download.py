@@ -54,6 +54,16 @@ def test_gguf_model_downloads_only_selected_file(hub: Hub) -> None:
     assert [len(hub.downloads(name)) for name in GGUFS] == [1, 1, 1]
 
 
+def test_hf_quant_config_is_fetched_with_config_json(hub: Hub) -> None:
+    beside = json.dumps({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}).encode()
+    files = {"config.json": CONFIG, "hf_quant_config.json": beside, "model.safetensors": b"w"}
+    hub.repos["own/modelopt"] = Repo(files)
+    quantization = read_raw_config("own/modelopt")[0]["quantization_config"]
+    assert quantization == {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+    assert not hub.downloads("model.safetensors")
+    assert "quantization_config" not in read_raw_config("own/both")[0]
+
+
 def test_split_gguf_downloads_all_parts(hub: Hub) -> None:
     first = resolve_model("own/gguf:Q6_K")
     assert first.name == "m-Q6_K-00001-of-00002.gguf"

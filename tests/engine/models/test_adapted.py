@@ -23,7 +23,7 @@ from quire.engine.models.transformers_backend.model_builder import build_model
 from quire.engine.models.transformers_backend.probe import probe_attention, window_from_mask
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
-from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint
+from tests.quantized_models import Packer, float8, gptq, modelopt_nvfp4, quantize_checkpoint
 from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -154,8 +154,9 @@ def test_replacement_weights_of_transformers_class_are_checked(laguna: str, tmp_
     [
         (gptq(4, 32, symmetric=True), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, 0.15),
         (float8("tensor"), {**COMPRESSED, "ignore": ["lm_head"]}, 1e-3),
+        (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]}, 0.15),
     ],
-    ids=["gptq", "fp8"],
+    ids=["gptq", "fp8", "nvfp4"],
 )
 def test_quantized_checkpoint_in_transformers_class_equals_dense(
     pack: Packer, config: dict[str, Any], bound: float, tmp_path: Path

@@ -58,8 +58,9 @@ def test_many_rows_with_dequantized_weights_match_float64(
         grouped(130, 192, 64, 4, generator, values=TABLE),
         grouped(20, 192, 64, 8, generator, ordered=True),
         float8(50, 192, (50, 64), generator),
+        float8(20, 192, (1, 32), generator),
     ]
-    x, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((256, 192), (270,)))
+    x, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((256, 192), (290,)))
     whole = torch.cat([each.dequantize() for each in weights]).double()
     for given in (None, bias):
         there_bias = None if given is None else given.to(device)

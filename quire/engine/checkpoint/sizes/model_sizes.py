@@ -17,6 +17,7 @@ from quire.engine.checkpoint.config_reader import (
 )
 from quire.engine.checkpoint.family_spec import read_decoder_spec, read_encoder_spec
 from quire.engine.checkpoint.kv_cache_plan import QUANTIZED_BITS
+from quire.engine.checkpoint.quantization import parse_quantization_config
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, count_decoder_sizes, field_values
 from quire.engine.checkpoint.sizes.encoder_sizes import count_encoder_sizes
 from quire.engine.checkpoint.sizes.estimated_sizes import (
@@ -191,13 +192,21 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
     method = str(settings.get("quant_method") or settings.get("fmt") or "unknown")
     if method == "mxfp4":
         return method, 4.25
+    if method in ("compressed-tensors", "modelopt") and (bits := _mean_stored_bits(settings)) is not None:
+        return (method, bits) if bits else (None, 0.0)  # else only the KV cache is quantized
     if method in ("fp8", "fbgemm_fp8", "modelopt") or settings.get("load_in_8bit"):
         return method, 8.0
     if groups := settings.get("config_groups"):
         settings = next(iter(groups.values())).get("weights") or {}
         settings = {"bits": settings.get("num_bits"), "group_size": settings.get("group_size") or -1}
-    elif settings.get("kv_cache_scheme"):  # only the KV cache is quantized
-        return None, 0.0
     bits = float(settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else 8))
     group = int(settings.get("group_size") or settings.get("q_group_size") or 128)
     return method, bits + ((16 + bits) / group if group > 0 and bits < 8 else 0.0)
+
+
+def _mean_stored_bits(settings: Mapping[str, Any]) -> float | None:
+    """None for unsupported settings."""
+    try:
+        return parse_quantization_config(settings).mean_stored_bits  # type: ignore[arg-type]
+    except ModelError:
+        return None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -33,7 +34,7 @@ class _QuantState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Float8Format(LinearFormat):
-    """e4m3 with scales per tensor, output, group or block."""
+    """e4m3 with scales per tensor, output, group or block; MXFP8's are powers of two per 32 inputs."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
@@ -43,11 +44,14 @@ class Float8Format(LinearFormat):
         return {"weight": codes, self.weight_format.scale_name: self.scale_spec}
 
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> Float8Weight:
-        codes, scales = tensors["weight"], tensors[self.weight_format.scale_name].float()
+        codes, scales = tensors["weight"], tensors[self.weight_format.scale_name]
+        scales = 2 * decode_halved_e8m0_scales(scales) if self.weight_format.has_exponent_scales else scales.float()
         outs, inner = codes.shape
         where, strategy = f"{linear}.{self.weight_format.scale_name}", self.weight_format.scale_strategy
         if strategy == "block":
             block = self.weight_format.block_shape
+            if scales.ndim == 4:  # ModelOpt's [blocks of outputs, 1, blocks of inputs, 1]
+                scales = scales[:, 0, :, 0].contiguous()
             if tuple(scales.shape) != (-(-outs // block[0]), -(-inner // block[1])):
                 raise ModelError(f"model: {where} has shape {list(scales.shape)}, for blocks of {list(block)}")
         elif strategy == "group":
@@ -67,30 +71,54 @@ class Float8Format(LinearFormat):
 @dataclass(frozen=True, slots=True)
 class Float4Format(LinearFormat):
     """e2m1, low nibble first. MXFP4 has a power of two per 32 inputs; NVFP4 an e4m3 scale per 16 inputs, and a global
-    divisor.
+    scale: a factor in ModelOpt's checkpoints, a divisor in compressed-tensors'.
     """
 
     weight_format: WeightFormat
+    global_scale: TensorSpec | None = None
+    """NVFP4's, of one element."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        has_global_scale = self.weight_format.scale_strategy == "tensor_group"
-        scale_dtype = torch.float8_e4m3fn if has_global_scale else torch.uint8
+        codes_name, global_scale_name = _float4_names(self.weight_format)
+        scale_dtype = torch.uint8 if self.global_scale is None else torch.float8_e4m3fn
         specs = {
-            "weight_packed": TensorSpec((out_features, in_features // 2), torch.uint8),
+            codes_name: TensorSpec((out_features, in_features // 2), torch.uint8),
             "weight_scale": TensorSpec((out_features, -(-in_features // self.weight_format.group_size)), scale_dtype),
         }
-        return specs | ({"weight_global_scale": TensorSpec((1,), torch.float32)} if has_global_scale else {})
+        return specs if self.global_scale is None else specs | {global_scale_name: self.global_scale}
 
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
-        codes = tensors["weight_packed"]
-        scales = tensors["weight_scale"]
-        divisor = tensors.get("weight_global_scale")
+        codes_name, global_scale_name = _float4_names(self.weight_format)
+        codes, scales = tensors[codes_name], tensors["weight_scale"]
         if codes.shape[1] * 2 != scales.shape[1] * self.weight_format.group_size:
             raise ModelError(
                 f"model: {linear}: {codes.shape[1] * 2} inputs are not a multiple of {self.weight_format.group_size}"
             )
-        scales = decode_halved_e8m0_scales(scales) if divisor is None else scales.float() / divisor / 2
-        return GroupedWeight(codes, scales, None, DOUBLED_E2M1_VALUES)
+        if self.global_scale is None:
+            return GroupedWeight(codes, decode_halved_e8m0_scales(scales), None, DOUBLED_E2M1_VALUES)
+        global_scale = tensors[global_scale_name].reshape(1)
+        scales = scales.float() * global_scale if self.weight_format.is_modelopt else scales.float() / global_scale
+        return GroupedWeight(codes, scales / 2, None, DOUBLED_E2M1_VALUES)
+
+
+def _float4_names(weight_format: WeightFormat) -> tuple[str, str]:
+    """Of codes and global scale."""
+    return ("weight", "weight_scale_2") if weight_format.is_modelopt else ("weight_packed", "weight_global_scale")
+
+
+def float4_format_from_headers(
+    weight_format: WeightFormat, headers: dict[str, TensorSpec], linear: str
+) -> Float4Format:
+    """Raises ModelError for a missing or misshapen global scale."""
+    if weight_format.scale_strategy != "tensor_group":
+        return Float4Format(weight_format)
+    name = _float4_names(weight_format)[1]
+    if name not in headers:
+        raise ModelError(f"model: the weights lack {linear}.{name}")
+    shape = headers[name].shape
+    if math.prod(shape) != 1:
+        raise ModelError(f"model: {linear}.{name} has shape {list(shape)}, and a linear has one global scale")
+    return Float4Format(weight_format, TensorSpec(shape, torch.float32))
 
 
 def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:

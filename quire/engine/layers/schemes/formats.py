@@ -13,9 +13,9 @@ from quire.engine.common.errors import ModelError
 from quire.engine.layers.schemes import TensorSpec
 from quire.engine.layers.schemes.floats import (
     BitsAndBytesInt8Format,
-    Float4Format,
     Float8Format,
     bitsandbytes_4bit_format_from_headers,
+    float4_format_from_headers,
 )
 from quire.engine.layers.schemes.integers import AWQFormat, GPTQFormat, Int8Format, PackQuantizedFormat
 from quire.engine.layers.schemes.mixed import LinearFormat
@@ -60,7 +60,8 @@ def make_format_lookup(
 
     def format_of(linear: str) -> LinearFormat | None:
         weight_format, tensors = formats.find_format(config_name_of(linear)), read_tensor_specs(linear)
-        if weight_format is None or ((is_extra_layer or linear == LM_HEAD) and _is_stored_unquantized(tensors)):
+        may_be_unquantized = is_extra_layer or linear == LM_HEAD or formats.trusts_stored_dtypes
+        if weight_format is None or (may_be_unquantized and _is_stored_unquantized(tensors)):
             return None
         return _make_format(weight_format, tensors, linear)
 
@@ -90,9 +91,12 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
             zero = None if weight_format.is_symmetric else specs.get("weight_zero_point")
             return Int8Format(weight_format, float_spec("weight_scale"), zero)
         case "float8":
-            return Float8Format(weight_format, float_spec(weight_format.scale_name))
+            scale_spec = float_spec(weight_format.scale_name)
+            if weight_format.has_exponent_scales:
+                scale_spec = TensorSpec(scale_spec.shape, torch.uint8)
+            return Float8Format(weight_format, scale_spec)
         case "float4":
-            return Float4Format(weight_format)
+            return float4_format_from_headers(weight_format, specs, linear)
         case "bnb8":
             return BitsAndBytesInt8Format()
         case _:

@@ -74,7 +74,7 @@ def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, A
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():
-            folder = fetch_config(resolve_hub_name(model), revision, file, Path())
+            folder = fetch_config(resolve_hub_name(model), revision, (file,), Path())
         assert folder is not None
         vision = read_vision_spec(folder, raw)
     if vision is None:

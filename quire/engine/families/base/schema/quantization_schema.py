@@ -29,6 +29,11 @@ class QuantizationGroup(TypedDict, total=False):
     format: ShortText | None
 
 
+class ModelOptLayer(TypedDict, total=False):
+    quant_algo: ShortText | None
+    group_size: Annotated[int, Meta(ge=0, le=2**24)] | None
+
+
 class QuantizationConfig(TypedDict, total=False):
     quant_method: ShortText | None
     fmt: ShortText | None
@@ -52,4 +57,8 @@ class QuantizationConfig(TypedDict, total=False):
     format: ShortText | None
     config_groups: dict[ShortText, QuantizationGroup] | None
     weight_block_size: Annotated[list[Width], Meta(min_length=2, max_length=2)] | None
-    kv_cache_scheme: dict[str, Any] | None
+    kv_cache_scheme: dict[str, Any] | ShortText | None
+    quant_algo: ShortText | None
+    kv_cache_quant_algo: ShortText | None
+    exclude_modules: _ModuleNames | None
+    quantized_layers: Annotated[dict[ShortText, ModelOptLayer], Meta(max_length=2**18)] | None
