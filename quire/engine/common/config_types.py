@@ -106,6 +106,7 @@ def _endpoint_of_replica(endpoint: str, index: int) -> str:
 
 
 LookupMethod = Literal["ngram", "suffix"]
+DEFAULT_LOOKUP_TOKENS = 8
 
 
 class SpeculativeConfig(BaseModel):
@@ -124,8 +125,8 @@ class SpeculativeConfig(BaseModel):
     """Tokens that must match."""
     lookup: LookupMethod | None = None
     """Continues drafts of a model or heads, and replaces them where its tokens are accepted as often."""
-    num_lookup_tokens: int = Field(8, ge=1, le=32)
-    """By which `lookup` makes the maximum of draft tokens larger."""
+    num_lookup_tokens: int | None = Field(None, ge=1, le=32)
+    """By which `lookup` makes the maximum of draft tokens larger; default: DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
@@ -160,7 +161,8 @@ class SpeculativeConfig(BaseModel):
         """Per sequence and step, of all sources."""
         if self.method == "none":
             return 0
-        return self.num_speculative_tokens + (0 if self.lookup is None else self.num_lookup_tokens)
+        num_lookup_tokens = 0 if self.lookup is None else self.num_lookup_tokens or DEFAULT_LOOKUP_TOKENS
+        return self.num_speculative_tokens + num_lookup_tokens
 
     @model_validator(mode="after")
     def check_lookup(self) -> SpeculativeConfig:
@@ -168,7 +170,7 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(
                 f"lookup continues the drafts of draft_model, eagle, eagle3, medusa and mtp; {self.method!r} takes none"
             )
-        if self.lookup is None and "num_lookup_tokens" in self.model_fields_set:
+        if self.lookup is None and self.num_lookup_tokens is not None:
             raise ValueError("num_lookup_tokens needs lookup, which is ngram or suffix")
         return self
 

@@ -342,7 +342,8 @@ class Scheduler:
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
         """Full blocks can be shared even within this step: each layer stores keys and values before it attends."""
         assert request.slot is not None
-        start, count, num_drafts = request.num_computed_tokens, chunk.num_tokens, len(draft.token_ids)
+        start, count = request.num_computed_tokens, chunk.num_tokens
+        num_drafts = len(draft.token_ids)
         sample = (
             request.max_output_tokens > 0 and start + count == len(request.token_ids) + request.num_tokens_in_flight
         )

@@ -26,7 +26,9 @@ class LookupAfterModelDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
         """`drafter`: of the model, limits its own tokens. `max_drafts`: per request and step, of both."""
-        self._drafter, self._lookup, self._max_drafts = drafter, lookup, max_drafts
+        self._drafter = drafter
+        self._lookup = lookup
+        self._max_drafts = max_drafts
         self._acceptance = AcceptanceTracker()
         self._pending: dict[str, _PendingDraft] = {}
         """Drafts in flight, keyed by request id."""
