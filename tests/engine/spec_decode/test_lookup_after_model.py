@@ -87,7 +87,8 @@ def test_model_is_not_asked_when_lookup_is_preferred() -> None:
 
 def test_model_learns_acceptance_of_its_own_tokens_only() -> None:
     model, seq = ListDrafter([1, 2]), sequence([5, 1, 2, 3, 4, 9])
-    drafter = LookupAfterModelDrafter(model, NgramDrafter(1), 5)
+    lookup = NgramDrafter(1)
+    drafter = LookupAfterModelDrafter(model, lookup, 5)
     for drafts, accepted in ((5, 4), (5, 1), (1, 1)):
         propose(drafter, seq)
         drafter.record_acceptance(seq, drafts, accepted)
@@ -95,7 +96,7 @@ def test_model_learns_acceptance_of_its_own_tokens_only() -> None:
     drafter.forget_request(seq)
     assert model.forgotten == 1
     assert not drafter._pending
-    assert not drafter._lookup._indices  # type: ignore[attr-defined]
+    assert not lookup._indices
 
 
 @pytest.mark.parametrize(
