@@ -159,3 +159,4 @@ def test_draft_token_metrics_equal_explain_counts(guessing: Server) -> None:
     assert guessing.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
     (sequence,) = guessing.get(f"/v1/requests/{answer['id']}/explain").json()["sequences"]
     assert (sequence["draft_tokens"], sequence["accepted_draft_tokens"]) == (drafted, accepted)
+    assert sequence["accepted_draft_tokens_by_source"] == {"model": 0, "lookup": accepted, "grammar": 0}

@@ -219,7 +219,10 @@ def test_plan_counts_mtp_weights_and_kv_blocks(family: str, folder: Path, capsys
     options |= {"state_memory": 0.001} if family.startswith(("qwen", "nemotron")) else {}
     configs = [
         EngineConfig(model=str(path), speculative_config=each, **options)
-        for each in ({"method": "none"}, {"method": "mtp", "num_speculative_tokens": 4})
+        for each in (
+            {"method": "none"},
+            {"method": "mtp", "num_speculative_tokens": 4, "lookup": "ngram", "num_lookup_tokens": 5},
+        )
     ]
     plain, info = (EngineCore(config).info for config in configs)
     machine = Machine("test", memory=4 * GIB, gpu=False)

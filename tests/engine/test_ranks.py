@@ -242,14 +242,17 @@ def test_tensor_parallel_lora_tokens_equal_single_process(tmp_path: Path) -> Non
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp", "mtp, ngram"])
 def test_tensor_parallel_drafts_do_not_change_tokens(method: str, tmp_path: Path) -> None:
     """Every rank holds the whole draft heads and computes the inputs that they ask for; a draft model runs on the first
     rank.
     """
+    method, _, lookup = method.partition(", ")
     own = method == "mtp"
     path = save_tiny_mtp(tmp_path / "model", "qwen3_5") if own else save_tiny_model(tmp_path / "model", "llama")
     speculative_config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if lookup:
+        speculative_config |= {"lookup": lookup, "num_lookup_tokens": 4}
     if method == "draft_model":
         speculative_config["model"] = str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))
     elif method in METHODS:

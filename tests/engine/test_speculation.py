@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,6 +198,33 @@ def test_draft_model_does_not_change_tokens(tmp_path: Path) -> None:
     engine = drafted(path, other, **options)
     assert known(run(engine, requests)) == expected
     assert engine.engine_stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+def test_lookup_after_model_saves_steps_when_text_repeats(lookup: str, tmp_path: Path) -> None:
+    """The draft model is mostly wrong. One request repeats a token, and one has little that repeats."""
+    path = save_tiny_model(tmp_path / "served", "qwen3", num_hidden_layers=2)
+    other = save_tiny_model(tmp_path / "drafts", "llama", num_hidden_layers=1)
+    kinds: list[dict[str, Any]] = [
+        {"max_tokens": 100, "logprobs": 1, "logit_bias": {40: 100.0}},
+        {"max_tokens": 20, "temperature": 0.9, "min_tokens": 20},
+    ]
+    requests, steps, found = traffic(PHRASES[:2], kinds), dict[str | None, int](), dict[str | None, object]()
+    for each in (None, lookup):
+        more: dict[str, Any] = {} if each is None else {"lookup": each, "num_lookup_tokens": 9}
+        speculative = SpeculativeConfig(method="draft_model", model=str(other), num_speculative_tokens=2, **more)
+        config = EngineConfig(
+            model=str(path), speculative_config=speculative, threads=1, dtype="float32", num_kv_blocks=50
+        )
+        engine = EngineCore(config, make_drafter=always)
+        found[each] = known(run(engine, requests))
+        steps[each] = engine.engine_stats.steps
+        stats = engine.engine_stats
+        assert sum(stats.draft_tokens_by_source) == stats.draft_tokens
+        assert sum(stats.accepted_by_source) == sum(stats.accepted_drafts)
+        assert (stats.accepted_by_source[1] > 10) is (each is not None)
+    assert found[None] == found[lookup]
+    assert steps[lookup] < 0.7 * steps[None]
 
 
 def test_unusable_draft_model_is_rejected(tmp_path: Path) -> None:

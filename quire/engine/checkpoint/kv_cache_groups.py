@@ -105,8 +105,7 @@ def _sliding_windows(model: ModelConfig) -> list[int]:
 
 def max_draft_tokens_per_step(config: EngineConfig) -> int:
     """Per sequence."""
-    speculative = config.speculative_config or SpeculativeConfig(method="grammar")
-    return 0 if speculative.method == "none" else speculative.num_speculative_tokens
+    return (config.speculative_config or SpeculativeConfig(method="grammar")).max_draft_tokens
 
 
 def build_kv_cache_groups(

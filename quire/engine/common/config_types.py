@@ -105,6 +105,10 @@ def _endpoint_of_replica(endpoint: str, index: int) -> str:
     return f"{endpoint}_dp{index}" if index else endpoint
 
 
+LookupMethod = Literal["ngram", "suffix"]
+DEFAULT_LOOKUP_TOKENS = 8
+
+
 class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -119,6 +123,10 @@ class SpeculativeConfig(BaseModel):
     """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Tokens that must match."""
+    lookup: LookupMethod | None = None
+    """Continues drafts of a model or heads, and replaces them where its tokens are accepted as often."""
+    num_lookup_tokens: int | None = Field(None, ge=1, le=32)
+    """By which `lookup` makes the maximum of draft tokens larger; default: DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
@@ -147,6 +155,24 @@ class SpeculativeConfig(BaseModel):
     @property
     def has_weights(self) -> bool:
         return self.method == "draft_model" or self.uses_hidden_states
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Per sequence and step, of all sources."""
+        if self.method == "none":
+            return 0
+        num_lookup_tokens = 0 if self.lookup is None else self.num_lookup_tokens or DEFAULT_LOOKUP_TOKENS
+        return self.num_speculative_tokens + num_lookup_tokens
+
+    @model_validator(mode="after")
+    def check_lookup(self) -> SpeculativeConfig:
+        if self.lookup is not None and not self.has_weights:
+            raise ValueError(
+                f"lookup continues the drafts of draft_model, eagle, eagle3, medusa and mtp; {self.method!r} takes none"
+            )
+        if self.lookup is None and self.num_lookup_tokens is not None:
+            raise ValueError("num_lookup_tokens needs lookup, which is ngram or suffix")
+        return self
 
     @model_validator(mode="after")
     def check_model(self) -> SpeculativeConfig:

@@ -9,6 +9,9 @@ import msgspec
 from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
+DRAFT_SOURCES = ("model", "lookup", "grammar")
+"""Of draft tokens: a draft model or head, an n-gram or suffix match, a grammar."""
+
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that enters a slot of the device."""
@@ -63,6 +66,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
     """A request may have only these, with `num_tokens` 0."""
+    draft_sources: list[int] = []
+    """Indices in DRAFT_SOURCES, one per draft token, for statistics."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):

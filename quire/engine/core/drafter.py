@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.engine.common.request_params import Grammar
+from quire.engine.common.scheduler_output import DRAFT_SOURCES
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
@@ -37,6 +38,9 @@ class Draft(NamedTuple):
         return Draft(self.token_ids[:count], self.kinds[:count], self.probabilities[:count])
 
 
+NO_DRAFT = Draft([])
+
+
 def draft_acceptance_kinds(draft: Draft) -> list[int]:
     if draft.probabilities:
         return [
@@ -44,6 +48,17 @@ def draft_acceptance_kinds(draft: Draft) -> list[int]:
             for probability in draft.probabilities
         ]
     return list(draft.kinds) or [KIND_DEFAULT] * len(draft.token_ids)
+
+
+def draft_sources(draft: Draft) -> list[int]:
+    """Indices in DRAFT_SOURCES, one per token."""
+    return [DRAFT_SOURCES.index(_source_of_kind(kind)) for kind in draft_acceptance_kinds(draft)]
+
+
+def _source_of_kind(kind: int) -> str:
+    if kind < KIND_DEFAULT:
+        return "grammar"
+    return "lookup" if KIND_DEFAULT < kind < FIRST_BUCKET_KIND else "model"
 
 
 def request_grammar(request: EngineCoreRequest) -> Grammar | None:

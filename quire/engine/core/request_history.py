@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.common import clock
 from quire.engine.common.scheduler_output import SchedulerOutput
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, PrefixMissReport
-from quire.engine.core.stats import Phase, StepRecord
+from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
 """Phases only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change;
@@ -43,7 +43,7 @@ def make_step_record(
     )
     tokens = sum(row.num_tokens for row in scheduler_output.scheduled_requests)
     drafts = tuple(
-        (row.request_id, len(row.draft_token_ids)) for row in scheduler_output.scheduled_requests if row.draft_token_ids
+        (row.request_id, tuple(row.draft_sources)) for row in scheduler_output.scheduled_requests if row.draft_sources
     )
     loads = tuple(
         (each.request_id, each.tier, each.num_tokens, each.began_at, each.ended_at)
@@ -91,7 +91,8 @@ class Timeline:
     """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
-    accepted_tokens: int = 0
+    accepted_by_source: list[int] = field(default_factory=list)
+    """Draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
     """0: no token yet."""
@@ -124,12 +125,12 @@ class Timeline:
         else:
             self.num_dropped_steps += 1
 
-    def count_step_tokens(self, num_new: int, num_drafts: int) -> None:
+    def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
         """The last new token is never a draft."""
         self.output_tokens += num_new
-        if num_drafts:
-            self.draft_tokens += num_drafts
-            self.accepted_tokens += num_new - 1
+        if draft_sources:
+            self.draft_tokens += len(draft_sources)
+            self.accepted_by_source = add_counts(self.accepted_by_source, count_sources(draft_sources[: num_new - 1]))
 
     def mark_ended(self, reason: str, at: float) -> None:
         self.ended_at = max(at, self.marks[-1][0])
@@ -228,7 +229,7 @@ class RequestHistory:
         for output in outputs:
             timeline = self._open_timelines.get(output.id)
             if timeline is not None:
-                self._apply_output(timeline, output, record.applied_at, drafts.get(output.id, 0))
+                self._apply_output(timeline, output, record.applied_at, drafts.get(output.id, ()))
         for listener in self.listeners:
             listener(step)
 
@@ -257,13 +258,15 @@ class RequestHistory:
                 timeline.chunks.append((step, start, count))
                 timeline.enter_phase("prefill" if timeline.output_tokens == 0 else "recompute", step.record.began_at)
 
-    def _apply_output(self, timeline: Timeline, output: EngineCoreOutput, applied_at: float, num_drafts: int) -> None:
+    def _apply_output(
+        self, timeline: Timeline, output: EngineCoreOutput, applied_at: float, draft_sources: Sequence[int]
+    ) -> None:
         if output.vector is not None:
             timeline.cached_tokens = output.cached_tokens
             timeline.enter_phase("delivery", applied_at)
         if not output.new_ids:
             return
-        timeline.count_step_tokens(len(output.new_ids), num_drafts)
+        timeline.count_step_tokens(len(output.new_ids), draft_sources)
         if timeline.cached_tokens is None:
             timeline.cached_tokens = output.cached_tokens
             timeline.prefix_report = output.prefix

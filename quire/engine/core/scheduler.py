@@ -18,7 +18,7 @@ from quire.engine.common.scheduler_output import (
 )
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
 from quire.engine.core.block_pool import NULL_BLOCK
-from quire.engine.core.drafter import Drafter, NullDrafter
+from quire.engine.core.drafter import NO_DRAFT, Draft, Drafter, NullDrafter, draft_sources
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
 from quire.engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
@@ -162,7 +162,8 @@ class Scheduler:
         chunks, budget = self._schedule_running()
         drafts = self._draft_tokens_for_step(chunks, budget)
         scheduled_requests = [
-            self._commit_scheduled_chunk(request, chunk, drafts.get(request, [])) for request, chunk in chunks.items()
+            self._commit_scheduled_chunk(request, chunk, drafts.get(request, NO_DRAFT))
+            for request, chunk in chunks.items()
         ]
         copies: list[BlockCopy] = []
         new_requests = self._schedule_waiting(scheduled_requests, copies, budget)
@@ -291,7 +292,7 @@ class Scheduler:
             self.kv_cache_manager.ref_copy_sources(partial_copies)
             copies += partial_copies
             budget.spend(request, chunk.cost)
-            scheduled_requests.append(self._commit_scheduled_chunk(request, chunk, []))
+            scheduled_requests.append(self._commit_scheduled_chunk(request, chunk, NO_DRAFT))
             request_data = (
                 request.engine_request.params,
                 request.engine_request.seed,
@@ -313,7 +314,7 @@ class Scheduler:
 
     def _draft_tokens_for_step(
         self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
-    ) -> dict[Request, list[int]]:
+    ) -> dict[Request, Draft]:
         """Chunks have their blocks already, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
@@ -322,9 +323,9 @@ class Scheduler:
             and each.num_computed_tokens + chunk.num_tokens == len(each.token_ids)
             and each.max_output_tokens - each.num_output_tokens > 1
         ]
-        draft_ids: dict[Request, list[int]] = {}
+        drafts: dict[Request, Draft] = {}
         if not draft_requests or budget.remaining <= 0:
-            return draft_ids
+            return drafts
         proposals = self._drafter.propose(draft_requests, sum(chunk.num_tokens for chunk in chunks.values()))
         for (request, max_drafts), proposal in zip(draft_requests, proposals, strict=True):
             if not proposal.token_ids:
@@ -332,16 +333,17 @@ class Scheduler:
             assert not request.num_tokens_in_flight
             num_known = len(request.token_ids)
             max_drafts = min(budget.max_tokens(request), self.kv_cache_manager.limit_draft_tokens(request, max_drafts))
-            draft_ids[request] = drafts = proposal.token_ids[: max(max_drafts, 0)]
-            budget.spend(request, len(drafts))
-            has_blocks = self.kv_cache_manager.allocate_slots(request, num_known + len(drafts))
+            drafts[request] = draft = proposal.truncate_to(max(max_drafts, 0))
+            budget.spend(request, len(draft.token_ids))
+            has_blocks = self.kv_cache_manager.allocate_slots(request, num_known + len(draft.token_ids))
             assert has_blocks, "allocation beyond the pool"
-        return draft_ids
+        return drafts
 
-    def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
+    def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
         """Full blocks can be shared even within this step: each layer stores keys and values before it attends."""
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
+        num_drafts = len(draft.token_ids)
         sample = (
             request.max_output_tokens > 0 and start + count == len(request.token_ids) + request.num_tokens_in_flight
         )
@@ -349,8 +351,8 @@ class Scheduler:
         if NULL_BLOCK in new_blocks:  # never read, but must be a valid block id
             new_blocks = [max(block, 0) for block in new_blocks]
         request.mark_encoded(chunk.encoder_chunks)
-        request.num_computed_tokens += count + len(drafts)
-        request.num_tokens_in_flight += sample + len(drafts)
+        request.num_computed_tokens += count + num_drafts
+        request.num_tokens_in_flight += sample + num_drafts
         request.num_sent_blocks = len(request.block_ids)
         if start < request.num_prompt_tokens or request.num_charged_tokens < request.num_prompt_tokens:
             self._charge_prompt_tokens(request, start)
@@ -359,11 +361,12 @@ class Scheduler:
             request.engine_request.id,
             request.slot,
             start,
-            count + len(drafts),
+            count + num_drafts,
             new_blocks,
             sample,
-            drafts,
+            draft.token_ids,
             list(chunk.encoder_chunks),
+            draft_sources(draft),
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
@@ -393,7 +396,7 @@ class Scheduler:
         ):  # Rejected drafts are not computed; a request preempted meanwhile has nothing computed.
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids) - 1)
             num_accepted = len(output.token_ids[engine_request.id]) - 1
-            self._counts.count_drafts(len(scheduled_request.draft_token_ids), num_accepted)
+            self._counts.count_drafts(scheduled_request.draft_sources, num_accepted)
             self._drafter.record_acceptance(request, len(scheduled_request.draft_token_ids), num_accepted)
         self._counts.generation_tokens += len(new_ids)
         self._waiting.charge(engine_request, output_tokens=len(new_ids))

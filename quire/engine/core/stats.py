@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.engine.common.scheduler_output import DRAFT_SOURCES
+
 Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 
 
@@ -46,6 +48,9 @@ class _Counters(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
     """Indexed by position in the draft."""
+    draft_tokens_by_source: list[int] = []
+    """Indexed as DRAFT_SOURCES; empty before the first draft."""
+    accepted_by_source: list[int] = []
     prefix_queries: int = 0
     """Prompt tokens looked up."""
     prefix_hits: int = 0
@@ -92,12 +97,22 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
 
     def add_earlier(self, earlier: EngineStats) -> EngineStats:
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTERS}
-        places = zip_longest(earlier.accepted_drafts, self.accepted_drafts, fillvalue=0)
+        vectors = {name: add_counts(getattr(earlier, name), getattr(self, name)) for name in _COUNTER_VECTORS}
         before = {tier.name: tier for tier in earlier.tiers}
         tiers = [tier.add_earlier(before.pop(tier.name, TierStats(tier.name))) for tier in self.tiers] + [
             *before.values()
         ]
-        return msgspec.structs.replace(self, accepted_drafts=list(map(sum, places)), tiers=tiers, **sums)
+        return msgspec.structs.replace(self, tiers=tiers, **vectors, **sums)
+
+
+def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Elementwise; a missing element is 0."""
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
+
+
+def count_sources(sources: Sequence[int]) -> list[int]:
+    """Of draft tokens, indexed as DRAFT_SOURCES."""
+    return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
 _ZEROED_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks", "kept_blocks", "kept_sessions")
@@ -123,11 +138,12 @@ _COUNTERS = (
     "experts_guessed_right",
     "disk_bytes",
 )
-"""Fields that only grow, except accepted_drafts, which does too."""
+"""Fields that only grow."""
+_COUNTER_VECTORS = ("accepted_drafts", "draft_tokens_by_source", "accepted_by_source")
 
 
 class LiveCounters(_Counters):
-    """The list is replaced, never changed: EngineStats keeps it."""
+    """Lists are replaced, never changed: EngineStats keeps them."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -136,11 +152,13 @@ class LiveCounters(_Counters):
         self.captured_steps += 1
         self.captured_prompt_steps += has_prefill
 
-    def count_drafts(self, drafts: int, accepted: int) -> None:
+    def count_drafts(self, sources: Sequence[int], accepted: int) -> None:
+        """`sources`: of the draft's tokens, indices in DRAFT_SOURCES."""
         self.drafts += 1
-        self.draft_tokens += drafts
-        places = [*self.accepted_drafts, *[0] * (drafts - len(self.accepted_drafts))]
-        self.accepted_drafts = [count + (place < accepted) for place, count in enumerate(places)]
+        self.draft_tokens += len(sources)
+        self.accepted_drafts = add_counts(self.accepted_drafts, [place < accepted for place in range(len(sources))])
+        self.draft_tokens_by_source = add_counts(self.draft_tokens_by_source, count_sources(sources))
+        self.accepted_by_source = add_counts(self.accepted_by_source, count_sources(sources[:accepted]))
 
 
 class RequestView(msgspec.Struct, frozen=True):
@@ -227,8 +245,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     preempted_ids: tuple[str, ...]
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request, tier, tokens, began, ended), before the step."""
-    drafts: tuple[tuple[str, int], ...] = ()
-    """(request, tokens). An output has one token more than were accepted."""
+    drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(request, sources of its draft tokens). An output has one token more than were accepted."""
     adapter_loads: tuple[tuple[str, float], ...] = ()
     """(adapter, seconds that the step waited)."""
     num_generated_tokens: int = 0

@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.engine.common.config import SpeculativeConfig
+from quire.engine.common.config_types import LookupMethod
 from quire.engine.core.drafter import Drafter, NullDrafter, TokenwiseDrafter
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
 from quire.engine.spec_decode.load_aware_drafter import LoadAwareDrafter
-from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
+from quire.engine.spec_decode.lookup_after_model import LookupAfterModelDrafter
+from quire.engine.spec_decode.ngram_drafter import LookupDrafter, NgramDrafter, SuffixDrafter
 from quire.engine.spec_decode.tokenwise_drafter import AdaptiveTokenwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
@@ -38,10 +40,16 @@ def choose_drafter(
             drafter = AdaptiveTokenwiseDrafter(model_drafter, max_drafts, step_costs, draft_costs)
         else:
             drafter = AdaptiveLengthDrafter(model_drafter, max_drafts, step_costs, draft_costs)
-    elif config.method != "grammar":
-        drafter_class = NgramDrafter if config.method == "ngram" else SuffixDrafter
-        drafter = drafter_class(config.prompt_lookup_min)
+        if config.lookup is not None:
+            lookup = make_lookup_drafter(config.lookup, config.prompt_lookup_min)
+            drafter = LookupAfterModelDrafter(drafter, lookup, config.max_draft_tokens)
+    elif config.method == "ngram" or config.method == "suffix":
+        drafter = make_lookup_drafter(config.method, config.prompt_lookup_min)
     grammar_drafter: Drafter = GrammarDrafter(drafter, compiler)
     if model is None:
         grammar_drafter = LoadAwareDrafter(grammar_drafter, step_costs)
-    return AdaptiveLengthDrafter(grammar_drafter, max_drafts, step_costs)
+    return AdaptiveLengthDrafter(grammar_drafter, config.max_draft_tokens, step_costs)
+
+
+def make_lookup_drafter(method: LookupMethod, min_ngram: int) -> LookupDrafter:
+    return NgramDrafter(min_ngram) if method == "ngram" else SuffixDrafter(min_ngram)

@@ -4,6 +4,7 @@ from recent answers (suffix decoding, Oliaro et al., 2024).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -73,16 +74,13 @@ class NgramIndex:
         return MatchPosition(self._texts[text_index], number - self._text_offsets[text_index])
 
 
-def longest_match_draft(text: Sequence[int], matches: Sequence[MatchPosition], max_drafts: int) -> Draft:
-    """The longer the match, the likelier acceptance."""
+def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
+    """Also returns its length: the longer, the likelier acceptance."""
     best, longest = None, 0
     for match_position in matches:
-        if (length := _match_length(text, match_position)) > longest:
+        if (length := _match_length(ending, match_position)) > longest:
             best, longest = match_position, length
-    if best is None:
-        return Draft([])
-    token_ids = copy_continuation(best, max_drafts)
-    return Draft(token_ids, [longest.bit_length()] * len(token_ids))
+    return best, longest
 
 
 def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
@@ -93,39 +91,51 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
     return count
 
 
-def copy_continuation(match_position: MatchPosition, max_tokens: int) -> list[int]:
-    """At the end of the text, start over: it may be repeating."""
+def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
+    """At the end of the text and what is `drafted` after it, start over: it may be repeating."""
     text, start = match_position
-    token_ids = list(text[start : start + max_tokens])
+    token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:
-        token_ids.append(token_ids[len(token_ids) - (len(text) - start)])
+        token_ids.append(token_ids[len(token_ids) - (len(text) + len(drafted) - start)])
     return token_ids
 
 
-class NgramDrafter(Drafter):
+class LookupDrafter(Drafter):
+    @abstractmethod
+    def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
+        """`ending`: last tokens of the request and of its draft; at least MAX_MATCH_LENGTH, if there are as many."""
+
+    def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
+        return [self.continue_draft(request, [], max_drafts) for request, max_drafts in draft_requests]
+
+    def continue_draft(self, request: Request, drafted: Sequence[int], max_tokens: int) -> Draft:
+        """Tokens after those of the request and those `drafted` after them."""
+        ending = [*request.token_ids[-MAX_MATCH_LENGTH:], *drafted]
+        best, length = _longest_match(ending, self.index_and_find_matches(request, ending))
+        if best is None:
+            return Draft([])
+        token_ids = copy_continuation(best, max_tokens, drafted if best.text is request.token_ids else ())
+        return Draft(token_ids, [length.bit_length()] * len(token_ids))
+
+
+class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
         """(index, number of indexed tokens) keyed by request id."""
 
-    def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        return [
-            longest_match_draft(request.token_ids, self.index_and_find_matches(request), max_drafts)
-            for request, max_drafts in draft_requests
-        ]
-
-    def index_and_find_matches(self, request: Request) -> list[MatchPosition]:
+    def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
         end = min(len(request.token_ids), num_indexed + MAX_INDEXED_PER_STEP)
         index.index_tokens(request.token_ids, num_indexed, end)
         self._indices[request.engine_request.id] = index, end
-        return index.find_matches(request.token_ids)
+        return index.find_matches(ending)
 
     def forget_request(self, request: Request) -> None:
         self._indices.pop(request.engine_request.id, None)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(LookupDrafter):
     """Also searches recent answers that have the same cache salt."""
 
     def __init__(self, min_ngram: int) -> None:
@@ -134,16 +144,10 @@ class SuffixDrafter(Drafter):
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
         """Keyed by cache salt, least recently used first."""
 
-    def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        return [
-            longest_match_draft(request.token_ids, self._find_matches(request), max_drafts)
-            for request, max_drafts in draft_requests
-        ]
-
-    def _find_matches(self, request: Request) -> list[MatchPosition]:
+    def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         recent = self._recent.get(request.engine_request.cache_salt)
-        return self._prompt_drafter.index_and_find_matches(request) + (
-            [] if recent is None else recent.find_matches(request.token_ids)
+        return self._prompt_drafter.index_and_find_matches(request, ending) + (
+            [] if recent is None else recent.find_matches(ending)
         )
 
     def forget_request(self, request: Request) -> None:

@@ -58,7 +58,7 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`max_drafts`: per request."""
+        """`max_drafts`: that a step verifies per request, of all sources; requests limit the heads' own."""
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks

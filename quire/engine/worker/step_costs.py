@@ -26,7 +26,7 @@ def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConf
         return []
     length = min(MEASURED_CONTEXT_TOKENS, plan.max_model_len, plan.block_size * plan.num_blocks)
     block_ids, params = list(range(-(-length // plan.block_size) * len(plan.windows))), SamplingParams(max_tokens=1)
-    max_width = min(1 + config.speculative_config.num_speculative_tokens, length)
+    max_width = min(1 + config.speculative_config.max_draft_tokens, length)
 
     def run_step(count: int) -> None:
         rows, admissions = [], []

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
+from quire.engine.common.scheduler_output import DRAFT_SOURCES
 from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDirStatus
 
 MetricFamilyClass = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -48,6 +49,14 @@ COUNTERS = (
         "quire:kv_pages_lost",
         "KV blocks that were not offloaded because they came faster than they could be written.",
         "pages_lost",
+    ),
+)
+SOURCE_COUNTERS = (
+    ("quire:spec_decode_num_draft_tokens_by_source", "Draft tokens, by source.", "draft_tokens_by_source"),
+    (
+        "quire:spec_decode_num_accepted_tokens_by_source",
+        "Draft tokens that were accepted, by source.",
+        "accepted_by_source",
     ),
 )
 STATE_GAUGES = (
@@ -135,6 +144,9 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
         accepted_by_position = [{str(position): count for position, count in enumerate(each)} for each in accepted]
         text = f"{text}, by position in the draft."
         yield per_engine_and_label(CounterMetricFamily, f"{name}_per_pos", text, "position", accepted_by_position)
+        for name, text, field in SOURCE_COUNTERS:
+            counts = [dict(zip(DRAFT_SOURCES, getattr(each, field), strict=False)) for each in stats]
+            yield per_engine_and_label(CounterMetricFamily, name, text, "source", counts)
     for kind, name, text, field in TIER_METRICS if any(each.tiers for each in stats) else ():
         tiers = [{tier.name: getattr(tier, field) for tier in each.tiers} for each in stats]
         yield per_engine_and_label(kind, name, text, "tier", tiers)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from quire.engine.common import clock
+from quire.engine.common.scheduler_output import DRAFT_SOURCES
 from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
 from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
@@ -86,7 +87,8 @@ def _explain_sequence(
         "cached_tokens": timeline.cached_tokens,
         "output_tokens": timeline.output_tokens,
         "draft_tokens": timeline.draft_tokens,
-        "accepted_draft_tokens": timeline.accepted_tokens,
+        "accepted_draft_tokens": sum(timeline.accepted_by_source),
+        "accepted_draft_tokens_by_source": dict(zip_longest(DRAFT_SOURCES, timeline.accepted_by_source, fillvalue=0)),
         "first_token_ms": None if first is None else ms_since_arrival(first),
         "phases_ms": {name: to_milliseconds(seconds) for name, seconds in timeline.phase_seconds(now).items()},
         "events": [{"at_ms": ms_since_arrival(at), "phase": phase} for at, phase in timeline.marks],

@@ -11,12 +11,14 @@ def test_counters_are_zero_when_nothing_has_run() -> None:
 
 def test_accepted_drafts_are_counted_by_position_when_lengths_differ() -> None:
     counters = LiveCounters()
-    counters.count_drafts(1, accepted=1)
+    counters.count_drafts([0], accepted=1)
     before = counters.accepted_drafts
-    counters.count_drafts(4, accepted=2)
-    counters.count_drafts(2, accepted=0)
+    counters.count_drafts([2, 0, 1, 1], accepted=2)
+    counters.count_drafts([1, 1], accepted=0)
     assert counters.accepted_drafts == [2, 1, 0, 0]
     assert (counters.drafts, counters.draft_tokens) == (3, 7)
+    assert counters.draft_tokens_by_source == [2, 4, 1]
+    assert counters.accepted_by_source == [2, 0, 1]
     assert before == [1], "earlier stats hold this list"
 
 

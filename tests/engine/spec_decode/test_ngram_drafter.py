@@ -36,13 +36,15 @@ def sequence(tokens: list[int], name: str = "a", salt: str = "", prompt: int | N
     return Request(request, 0, 100, drafting=True)
 
 
-def find_longest_match(text: list[int], least: int) -> tuple[int, int] | None:
+def find_longest_match(text: list[int], least: int, known: int | None = None) -> tuple[int, int] | None:
     """The longest match at the end of `text`, as the number of matched tokens and the place that follows it.
 
-    Only the latest MAX_CANDIDATES places that follow the longest n-gram at the end of `text` count.
+    Only the latest MAX_CANDIDATES places that follow the longest n-gram at the end of `text` count, and only places
+    before `known`.
     """
+    known = known or len(text)
     for gram in sorted({least, *(each for each in NGRAM_LENGTHS if each > least)}, reverse=True):
-        places = [at for at in range(gram, len(text)) if text[at - gram : at] == text[-gram:]][-MAX_CANDIDATES:]
+        places = [at for at in range(gram, known) if text[at - gram : at] == text[-gram:]][-MAX_CANDIDATES:]
         matches = []
         for at in places:
             length = 0
@@ -69,6 +71,17 @@ def test_ngram_drafter_finds_longest_match_as_text_grows(begin: list[int], more:
             assert len(kinds) == len(drafts)
         if token is not None:
             seq.token_ids.append(token)
+
+
+@given(TEXTS, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 4))
+def test_draft_is_continued_by_longest_match_of_text_and_draft(text: list[int], drafted: list[int], least: int) -> None:
+    (drafts, kinds, _), whole = NgramDrafter(least).continue_draft(sequence(text), drafted, 6), text + drafted
+    if (expected := find_longest_match(whole, least, len(text))) is None:
+        assert drafts == []
+    else:
+        length, at = expected
+        assert drafts == (whole[at:] * 6)[:6]
+        assert {1 << kind - 1 <= length < 1 << kind for kind in kinds} == {True}
 
 
 def test_copy_continuation_repeats_periodic_text() -> None:

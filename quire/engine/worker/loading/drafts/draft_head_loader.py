@@ -88,7 +88,7 @@ class LoadedDraftHead:
         kv_tensors = allocate_kv_blocks(
             self.kv_module, spare_blocks.first_spare_block + spare_blocks.spare_per_slot * config.max_num_seqs
         )
-        max_drafts = config.speculative_config.num_speculative_tokens
+        max_drafts = config.speculative_config.max_draft_tokens
         return make_runner(
             self.kv_module, self.decoder, kv_tensors, input_batch, spare_blocks, max_drafts, allocation.capture
         )
