@@ -129,6 +129,15 @@ def test_xtc_keeps_only_least_likely_top_choice(threshold: float) -> None:
     assert len(kept_tokens(logits, xtc_probability=0.3, xtc_threshold=threshold, draw=0.3)) == 100
 
 
+@pytest.mark.parametrize("dropped", [-torch.inf, -1e4])
+def test_xtc_of_threshold_zero_keeps_least_likely_token_that_is_left(dropped: float) -> None:
+    logits = torch.full((50,), dropped)
+    logits[10:20] = noise(10)
+    least = 10 + int(logits[10:20].argmin())
+    kept = kept_tokens(logits, top_k=10, xtc_probability=1.0, xtc_threshold=0.0)
+    assert kept == [least]
+
+
 def test_filters_see_probabilities_of_what_earlier_filters_kept() -> None:
     logits = noise(200)
     values = logits.double().numpy() / 1.3

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import struct
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -91,6 +92,28 @@ async def test_pings_between_fragments_are_answered_and_small_frames_allowed() -
         assert (await client.events())[-1]["type"] == "response.incomplete"
         await client.send_frames(frame(CLOSE, struct.pack("!H", 1000) + b"bye"))
         assert await client.receive_frame() == (CLOSE, struct.pack("!H", 1000) + b"bye")
+
+
+@pytest.mark.parametrize("small", [frame(PING, b""), frame(CONTINUATION, b"", end=False)])
+async def test_other_connections_are_served_between_small_frames(small: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, frames_by_turn = 0, Counter[int]()
+
+    def count_frame(connection: WebSocketConnection) -> None:
+        frames_by_turn[turn] += 1
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(WebSocketConnection, "_count_small_frame", count_frame)
+    async with serving(FakeEngine(LETTERS)) as port, connected(port.number) as client:
+        counting = asyncio.create_task(count_turns())
+        await client.send_frames(frame(TEXT, CREATE[:-1], end=False), small * 9000, frame(CONTINUATION, CREATE[-1:]))
+        assert (await client.events())[-1]["type"] == "response.incomplete"
+        counting.cancel()
+    assert (sum(frames_by_turn.values()), max(frames_by_turn.values()) < 3000) == (9000, True)
 
 
 async def test_too_large_message_is_refused_with_the_limit_of_bodies() -> None:

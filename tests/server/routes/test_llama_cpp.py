@@ -332,6 +332,7 @@ async def test_sampling_fields_reach_engine() -> None:
         ("/completion", {"prompt": "\ud800"}, "surrogate"),
         ("/completion", {"prompt": "a", "logit_bias": [["\ud800", 1]]}, "surrogate"),
         ("/completion", {"prompt": "a", "logit_bias": {"99999999999": 1}}, "logit_bias"),
+        ("/completion", {"prompt": "a", "logit_bias": [[5]]}, r"logit_bias[0][1]: Field required"),
     ],
 )
 async def test_invalid_bodies_get_llama_cpps_error(api: Api, path: str, body: dict[str, Any], words: str) -> None:
