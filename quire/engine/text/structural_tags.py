@@ -219,8 +219,8 @@ class _GrammarWriter:
 
     def _write_triggered_tags(self, format: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         tags, triggers = self._read_tags(format, place), _texts(format.get("triggers"), f"{place}.triggers")
-        if not triggers:
-            raise InvalidRequest(f"{place}.triggers must not be empty")
+        if not triggers or not all(triggers):
+            raise InvalidRequest(f"{place}.triggers must not be empty, and no trigger may be")
         text = self._text_terminal(format, place)
         tags_by_trigger: dict[str, list[_Tag]] = {}
         for tag in tags:
