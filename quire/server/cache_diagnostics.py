@@ -113,8 +113,8 @@ class RecentPrompts:
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
-        self._prompts_by_owner: dict[str, OrderedDict[tuple[str, str], PromptFingerprint]] = {}
-        """Keyed by cache salt and answer id; the latest comes last."""
+        self._prompts_by_owner: dict[str, OrderedDict[tuple[bytes, str], PromptFingerprint]] = {}
+        """Keyed by cache salt, which may be long, as a digest, and answer id; the latest comes last."""
         self._sizes = BytesByOwner()
 
     @property
@@ -123,9 +123,10 @@ class RecentPrompts:
 
     def add_prompt(self, owner: str, cache_salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
         prompts = self._prompts_by_owner.setdefault(owner, OrderedDict())
-        if (replaced := prompts.pop((cache_salt, answer_id), None)) is not None:
+        key = _digest(cache_salt.encode()), answer_id
+        if (replaced := prompts.pop(key, None)) is not None:
             self._sizes.add_bytes(owner, -replaced.num_bytes)
-        prompts[cache_salt, answer_id] = fingerprint
+        prompts[key] = fingerprint
         self._sizes.add_bytes(owner, fingerprint.num_bytes)
         while self._sizes[owner] > self._max_owner_bytes:
             self._evict_oldest(owner)
@@ -134,7 +135,7 @@ class RecentPrompts:
 
     def find_prompt(self, owner: str, cache_salt: str, answer_id: str) -> PromptFingerprint | None:
         prompts = self._prompts_by_owner.get(owner)
-        return None if prompts is None else prompts.get((cache_salt, answer_id))
+        return None if prompts is None else prompts.get((_digest(cache_salt.encode()), answer_id))
 
     def _evict_oldest(self, owner: str) -> None:
         prompts = self._prompts_by_owner[owner]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -109,6 +110,17 @@ def test_recent_prompts_are_found_only_by_owner_and_salt() -> None:
     assert recent.find_prompt("me", "salt", "msg_1") is one
     for other in (("you", "salt", "msg_1"), ("me", "", "msg_1"), ("me", "salt", "msg_2")):
         assert recent.find_prompt(*other) is None
+
+
+def test_long_cache_salts_take_no_more_memory_than_is_counted() -> None:
+    one, recent = fingerprint([], []), RecentPrompts()
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            recent.remember_prompt("me", f"{number:_>1024}\U0001f600", f"msg_{number}", one)
+        assert tracemalloc.get_traced_memory()[0] < recent.total_bytes
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("limit", [0, 10_000])

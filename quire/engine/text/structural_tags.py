@@ -222,8 +222,8 @@ class _GrammarWriter:
 
     def _write_triggered_tags(self, format: Mapping[str, Any], ends: Sequence[str], path: str) -> str:
         tags, triggers = self._read_tags(format, path), _read_strings(format.get("triggers"), f"{path}.triggers")
-        if not triggers:
-            raise InvalidRequest(f"{path}.triggers must not be empty")
+        if not triggers or not all(triggers):
+            raise InvalidRequest(f"{path}.triggers must not be empty or contain an empty string")
         text = self._text_terminal(format, path)
         tags_by_trigger: dict[str, list[_Tag]] = {}
         for tag in tags:

@@ -207,6 +207,14 @@ class Tokenizer:
             cached = self._bytes_cache[token_id] = self._token_string_bytes(self.id_to_token(token_id) or "")
         return cached
 
+    def list_token_bytes(self) -> list[bytes]:
+        """`token_bytes` of all ids. Keeps nothing."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        texts = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            texts[token_id] = self._token_string_bytes(token)
+        return texts
+
     def token_display_text(self, token_id: int) -> str:
         r"""Partial characters are written like OpenAI's `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
@@ -221,9 +229,10 @@ class Tokenizer:
 
     def _token_string_bytes(self, token: str) -> bytes:
         if self.decoder_type is DecoderType.BYTE_LEVEL:
-            values = [BYTE_DECODER.get(character) for character in token]
-            # Given characters outside GPT-2's map, the library takes the token as text.
-            return token.encode() if None in values else bytes(value for value in values if value is not None)
+            try:
+                return token.translate(_BYTE_TABLE).encode("latin-1")
+            except UnicodeEncodeError:  # the library takes a token with other characters as text
+                return token.encode()
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
 
@@ -250,6 +259,16 @@ def _make_byte_decoder() -> dict[str, int]:
 
 
 BYTE_DECODER = _make_byte_decoder()
+
+
+class _ByteTable(dict[int, int]):
+    """For str.translate."""
+
+    def __missing__(self, key: int) -> int:
+        return 0x100  # no byte
+
+
+_BYTE_TABLE = _ByteTable({ord(character): byte for character, byte in BYTE_DECODER.items()})
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:

@@ -89,7 +89,9 @@ def _remove_stale_socket(path: Path) -> int:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"uds: {path} exists and is not a socket", param="uds")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
-        probe.connect(str(path))
+        probe.setblocking(False)
+        with suppress(BlockingIOError):  # that server's backlog is full
+            probe.connect(str(path))
         raise ConfigError(f"uds: another server listens on {path}", param="uds")
     path.unlink()
     return stat.S_IMODE(mode)

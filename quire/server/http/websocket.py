@@ -54,6 +54,7 @@ class WebSocketConnection(WSProtocol):
         self._limits = limits
         self._write_batcher = write_batcher
         self._unparsed = bytearray()
+        self._parses_soon = False
         self._num_small_frames = 0
         """Since the last whole message."""
         self._message_bytes = 0
@@ -78,28 +79,40 @@ class WebSocketConnection(WSProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        self._parse()
+        if not self._parses_soon:
+            self._parse()
 
     async def receive(self) -> Message:  # type: ignore[override]
         message = await self.queue.get()
-        self._parse()
+        self._parse_soon()
         return message  # type: ignore[return-value]
 
     def _parse(self) -> None:
-        while self._unparsed and (self.close_sent or self.queue.qsize() < _MAX_QUEUED_PIECES):
-            if self.transport.is_closing():
-                return self._unparsed.clear()
+        """A part at a time, with other connections in between: thousands of small frames take a second."""
+        self._parses_soon = False
+        if self.transport.is_closing():
+            return self._unparsed.clear()
+        if self._may_parse:
             data = bytes(self._unparsed[:_FEED_BYTES])
             del self._unparsed[:_FEED_BYTES]
             super().data_received(data)
-        is_full = not self.close_sent and self.queue.qsize() >= _MAX_QUEUED_PIECES
-        if is_full == self.read_paused or self.transport.is_closing():
+        self._parse_soon()
+        if bool(self._unparsed) == self.read_paused or self.transport.is_closing():
             return
-        self.read_paused = is_full
-        if is_full:
+        self.read_paused = bool(self._unparsed)
+        if self.read_paused:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
+
+    def _parse_soon(self) -> None:
+        if self._may_parse and not self._parses_soon:
+            self._parses_soon = True
+            self.loop.call_soon(self._parse)
+
+    @property
+    def _may_parse(self) -> bool:
+        return bool(self._unparsed) and (self.close_sent or self.queue.qsize() < _MAX_QUEUED_PIECES)
 
     def handle_message(self, event: events.TextMessage | events.BytesMessage) -> None:
         kind = "text" if isinstance(event, events.TextMessage) else "bytes"

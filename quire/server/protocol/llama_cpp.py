@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt, WrapValidator
 
 from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.request_params import MAX_SEQUENCE_BREAKERS
 from quire.server.protocol.field_limits import MAX_LISTED_TOKEN_IDS, MaxEntries, TokenIds, validate_with_one_error
 from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, EngineRequestBody
 
@@ -17,10 +18,6 @@ MAX_NAMES = 128
 """Of samplers, and of response_fields."""
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
-    "typical_p": (1,),
-    "top_n_sigma": (-1, 0),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
     "mirostat": (0,),
     "post_sampling_probs": (False,),
     "image_data": ([],),
@@ -28,18 +25,22 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields with the values that are accepted: others would change the answer."""
 ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
-UNSUPPORTED_SAMPLERS = ("penalties", "dry", "typ_p", "typical_p", "top_n_sigma", "xtc")
-"""Accepted without effect in `samplers`: their fields must be neutral, or always apply (penalties)."""
 INFILL_SAMPLER_MIN_P = 0.2
 """Approximates the sampler `infill`, which drops tokens below this probability; min_p is a share of the largest."""
 SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
+    "dry": ("dry_multiplier", 0.0),
+    "top_n_sigma": ("top_n_sigma", -1.0),
     "top_k": ("top_k", 0),
+    "typ_p": ("typical_p", 1.0),
     "top_p": ("top_p", 1.0),
     "min_p": ("min_p", 0.0),
+    "xtc": ("xtc_probability", 0.0),
     "temperature": ("temperature", 1.0),
 }
 """A sampler's field, and its neutral value, which is used if `samplers` does not contain the sampler."""
 KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
+PENALTIES_SAMPLER = "penalties"
+"""Named without effect: its fields apply anyway."""
 
 Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A token or a text, and a bias.")]
 
@@ -54,6 +55,15 @@ class LlamaCppBody(EngineRequestBody):
     top_k: int | None = Field(None, lt=2**31)
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = Field(None, lt=2**31)
+    dry_penalty_last_n: int | None = Field(None, lt=2**31)
+    dry_sequence_breakers: Annotated[list[str], MaxEntries(MAX_SEQUENCE_BREAKERS)] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -96,7 +106,7 @@ class LlamaCppBody(EngineRequestBody):
             if extra.get(name) is not None and extra[name] not in neutral_values:
                 raise InvalidRequest(f"{name} is not supported{ALTERNATIVES.get(name, '')}", param=name)
         ignored = [name for name in super().check_params_and_list_ignored() if name not in NEUTRAL_VALUES]
-        known = {*KNOWN_SAMPLERS, *UNSUPPORTED_SAMPLERS}
+        known = {*KNOWN_SAMPLERS, PENALTIES_SAMPLER}
         return [*ignored, *(f"samplers.{name}" for name in self.samplers or () if name not in known)]
 
 

@@ -98,7 +98,9 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
             text, value = f"{text}[{part}]", value[part]
         elif isinstance(value, dict) and part in value and not _is_union_tag(part, after, value):
             text, value = f"{text}.{part}" if part.isidentifier() else text, value[part]
-    return ".".join([text, *missing]).removeprefix(".") or "body", value
+    for part in missing:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"  # an entry of a tuple, or a field
+    return text.removeprefix(".") or "body", value
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:

@@ -159,6 +159,7 @@ def test_older_form_is_free_text_with_triggered_schemas() -> None:
         ({"format": {"type": "const_string", "value": ""}}, "format.value must be a non-empty string"),
         ({"format": {"type": "repeat", "content": JSON, "min": 3, "max": 2}}, "format needs an integer min"),
         ({"format": triggered(triggers=["<g"])}, r"format.tags\[0\].begin must begin with exactly one of the triggers"),
+        ({"format": triggered(triggers=["<f", ""])}, "format.triggers must not be empty or contain an empty string"),
         ({"format": triggered(triggers=["<f", "<f="])}, "one of the triggers, but begins with 2"),
         ({"format": triggered(at_least_one=1)}, "format.at_least_one must be true or false"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,15 @@ def test_xtc_keeps_only_least_likely_top_choice(threshold: float) -> None:
     assert len(kept_tokens(logits, xtc_probability=0.3, xtc_threshold=threshold, draw=0.3)) == 100
 
 
+@pytest.mark.parametrize("dropped", [-torch.inf, -1e4])
+def test_xtc_of_threshold_zero_keeps_least_likely_token_that_is_left(dropped: float) -> None:
+    logits = torch.full((50,), dropped)
+    logits[10:20] = noise(10)
+    least = 10 + int(logits[10:20].argmin())
+    kept = kept_tokens(logits, top_k=10, xtc_probability=1.0, xtc_threshold=0.0)
+    assert kept == [least]
+
+
 def test_filters_see_probabilities_of_what_earlier_filters_kept() -> None:
     logits = noise(200)
     values = logits.double().numpy() / 1.3
@@ -158,7 +168,7 @@ def test_dry_equals_its_definition(case: int) -> None:
         dry_base=float(random.choice([1.0, 1.1, 1.75])),
         dry_allowed_length=int(random.integers(1, 5)),
         dry_penalty_last_n=int(random.choice([-1, 5, 30])),
-        dry_sequence_breaker_ids=[(), ((0,),), ((0,), (1, 2, 1), (3, 3))][case % 3],
+        dry_sequence_breaker_ids=[(), ((0,),), ((0,), (1, 2, 1), (3, 3)), ((4, 4), (1, 2), (2,) * 80)][case % 4],
     )
     phrase = random.integers(0, 5, size=int(random.integers(2, 20))).tolist()
     tokens = [*random.integers(0, 5, size=int(random.integers(0, 60))).tolist(), *phrase, 5, *phrase]
@@ -175,6 +185,16 @@ def test_dry_penalty_stays_finite(tokens: list[int]) -> None:
     penalize_repetitions(logits := torch.zeros(6), torch.tensor(tokens, dtype=torch.int32), rule)
     assert logits.isfinite().all()
     assert (logits[1] < -1e9) == (len(tokens) > 2)
+
+
+def test_dry_with_thousands_of_long_breakers_is_quick() -> None:
+    breakers = tuple((token, *range(100)) for token in range(8000))
+    rule = make_dry_rule(SamplingParams(dry_multiplier=1.0, dry_allowed_length=1024, dry_sequence_breaker_ids=breakers))
+    assert rule is not None
+    tokens = torch.arange(3000, dtype=torch.int32) % 500
+    started = time.process_time()
+    penalize_repetitions(torch.zeros(500), tokens, rule)
+    assert time.process_time() - started < 0.5
 
 
 @pytest.mark.parametrize("off", [{"dry_multiplier": 0.0}, {"dry_multiplier": 1.0, "dry_penalty_last_n": 0}])

@@ -59,6 +59,15 @@ def test_socket_of_running_server_and_other_files_are_refused(path: Path) -> Non
             pass
 
 
+def test_server_with_full_backlog_is_another_server(path: Path) -> None:
+    with open_listener(ServerConfig(uds=path)) as listener:
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.connect(str(path))
+            with pytest.raises(ConfigError, match="another server listens"), open_listener(ServerConfig(uds=path)):
+                pass
+
+
 def test_socket_of_later_server_is_not_removed(path: Path) -> None:
     with open_listener(ServerConfig(uds=path)):
         os.unlink(path)

@@ -6,6 +6,8 @@ import asyncio
 import json
 import socket
 import struct
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -91,6 +93,34 @@ async def test_pings_between_fragments_are_answered_and_small_frames_allowed() -
         assert (await client.events())[-1]["type"] == "response.incomplete"
         await client.send_frames(frame(CLOSE, struct.pack("!H", 1000) + b"bye"))
         assert await client.receive_frame() == (CLOSE, struct.pack("!H", 1000) + b"bye")
+
+
+@pytest.mark.parametrize("small", [frame(PING, b""), frame(CONTINUATION, b"", end=False)])
+async def test_other_connections_are_served_between_small_frames(small: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, frames_by_turn = 0, Counter[int]()
+
+    def counted(handle: Callable[[WebSocketConnection, Any], None]) -> Callable[[WebSocketConnection, Any], None]:
+        def count_and_handle(connection: WebSocketConnection, event: Any) -> None:
+            frames_by_turn[turn] += 1
+            handle(connection, event)
+
+        return count_and_handle
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    for name in ("handle_ping", "handle_message"):
+        monkeypatch.setattr(WebSocketConnection, name, counted(getattr(WebSocketConnection, name)))
+    async with serving(FakeEngine(LETTERS)) as port, open_websocket(port.number) as client:
+        counting = asyncio.create_task(count_turns())
+        await client.send_frames(frame(TEXT, CREATE[:-1], end=False), small * 9000, frame(CONTINUATION, CREATE[-1:]))
+        assert (await client.events())[-1]["type"] == "response.incomplete"
+        counting.cancel()
+    assert frames_by_turn.total() > 9000
+    assert max(frames_by_turn.values()) < 3000
 
 
 async def test_too_large_message_is_refused_with_the_limit_of_bodies() -> None:

@@ -314,6 +314,21 @@ async def test_sampling_fields_reach_engine() -> None:
         assert api.engine.seen[-1].params.grammar.kind == "lark"  # type: ignore[union-attr]
 
 
+async def test_samplers_choose_which_rare_filters_apply() -> None:
+    """Names and fields are those of llama.cpp's documentation of its server."""
+    neutral = {"dry_multiplier": 0.0, "top_n_sigma": -1.0, "typical_p": 1.0, "xtc_probability": 0.0}
+    fields = {"dry_multiplier": 0.8, "top_n_sigma": 1.5, "typical_p": 0.7, "xtc_probability": 0.5}
+    others = {"xtc_threshold": 0.2, "dry_base": 1.5, "dry_allowed_length": 4, "dry_penalty_last_n": 64}
+    body = {"prompt": "a", "n_predict": 1, **fields, **others, "dry_sequence_breakers": []}
+    async with open_api(FakeEngine(hashed(b"ab"))) as api:
+        settings = (await api.post("/completion", body))["generation_settings"]
+        assert {name: settings[name] for name in (*fields, *others)} == fields | others
+        await api.post("/completion", {**body, "samplers": ["typ_p", "dry"]})
+        params = api.engine.seen[-1].params
+        chosen = neutral | {"typical_p": 0.7, "dry_multiplier": 0.8}
+        assert {name: getattr(params, name) for name in neutral} == chosen
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
@@ -325,6 +340,7 @@ async def test_sampling_fields_reach_engine() -> None:
         ("/completion", {"prompt": [-1]}, "out of vocabulary"),
         ("/completion", {"prompt": []}, "prompt cannot be empty"),
         ("/completion", {"prompt": "a", "mirostat": 2}, "mirostat is not supported"),
+        ("/completion", {"prompt": "a", "dry_multiplier": -1}, "dry_multiplier must be"),
         ("/completion", {"prompt": "a", "n_cmpl": 1000}, "n_cmpl"),
         ("/completion", {"prompt": "a", "n_probs": 1000}, "n_probs"),
         ("/completion", {"prompt": "a", "grammar": "root ::= x"}, "grammar"),
@@ -332,6 +348,7 @@ async def test_sampling_fields_reach_engine() -> None:
         ("/completion", {"prompt": "\ud800"}, "surrogate"),
         ("/completion", {"prompt": "a", "logit_bias": [["\ud800", 1]]}, "surrogate"),
         ("/completion", {"prompt": "a", "logit_bias": {"99999999999": 1}}, "logit_bias"),
+        ("/completion", {"prompt": "a", "logit_bias": [[5]]}, r"logit_bias[0][1]: Field required"),
     ],
 )
 async def test_invalid_bodies_get_llama_cpps_error(api: Api, path: str, body: dict[str, Any], words: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import MAX_SEQUENCE_BREAKER_LENGTH, MAX_SEQUENCE_BREAKERS
@@ -16,10 +20,25 @@ DEFAULT_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 _MAX_TOKEN_SEQUENCES = 2**15
 _SEPARATOR = b"\xff"
 """Between tokens. UTF-8 never uses this byte, so no match spans two tokens."""
+_default_ids: WeakKeyDictionary[Tokenizer, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
+
+
+def prepare_default_breakers(tokenizer: Tokenizer) -> None:
+    """Takes half a second for 150,000 tokens."""
+    if not isinstance(tokenizer, NullTokenizer):
+        with suppress(InvalidRequest):  # raised again when they are requested
+            _default_ids[tokenizer] = _find_breaker_ids(DEFAULT_SEQUENCE_BREAKERS, tokenizer)
+
+
+def needs_vocabulary_search(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> bool:
+    """Too slow for an event loop."""
+    return tokenizer not in _default_ids if breakers is None else bool(breakers)
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """`breakers`: None for the default. Raises InvalidRequest."""
+    if breakers is None and (prepared := _default_ids.get(tokenizer)) is not None:
+        return prepared
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
     param = "dry_sequence_breakers"
     if len(texts) > MAX_SEQUENCE_BREAKERS:
@@ -76,17 +95,14 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=2)
-def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
+def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
     """Returns the bytes of all tokens, each followed by _SEPARATOR, and the position of each token."""
-    tokens = [tokenizer.token_bytes(token) + _SEPARATOR for token in range(tokenizer.max_token_id + 1)]
-    starts, position = [], 0
-    for token in tokens:
-        starts.append(position)
-        position += len(token)
-    return b"".join(tokens), starts
+    tokens = tokenizer.list_token_bytes()
+    starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
+    return _SEPARATOR.join([*tokens, b""]), starts
 
 
-def _find_tokens(part: bytes, vocabulary: tuple[bytes, list[int]]) -> Iterator[int]:
+def _find_tokens(part: bytes, vocabulary: tuple[bytes, array[int]]) -> Iterator[int]:
     joined, starts = vocabulary
     position = joined.find(part)
     while position >= 0:

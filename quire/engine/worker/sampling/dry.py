@@ -7,7 +7,9 @@ multiplier * base ** (length - allowed length), where length counts the tokens o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ _MAX_EXPONENT = 64
 """The penalty grows up to this exponent: with a base of 1.75, to more than 1e15."""
 _MAX_PENALTY = 1e30
 _NO_TOKEN = -1
+_FACTOR, _MIX_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
+"""Of a polynomial hash and of the mix of its terms: odd, otherwise arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +33,12 @@ class DryRule:
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
     """-1: all tokens."""
-    breaker_tokens: np.ndarray
-    """[S] int32: the sequence breakers of one token."""
-    breaker_sequences: np.ndarray
-    """[B, W] int32: the longer ones, padded with -1 on the left."""
+    breaker_lengths: np.ndarray
+    """[L] int64: the different numbers of tokens of sequence breakers."""
+    breaker_hashes: np.ndarray
+    """[B] int64, sorted. Thousands of sequences are found in the time of one."""
+    powers: np.ndarray
+    """[2, max_length + the longest breaker] int64: of _FACTOR and of its inverse, for hashes of windows."""
 
 
 def make_dry_rule(params: SamplingParams) -> DryRule | None:
@@ -42,12 +48,35 @@ def make_dry_rule(params: SamplingParams) -> DryRule | None:
     penalties = np.zeros(allowed + _MAX_EXPONENT + 1)
     growth = np.power(params.dry_base, np.arange(_MAX_EXPONENT + 1, dtype=np.float64))
     penalties[allowed:] = np.minimum(params.dry_multiplier * growth, _MAX_PENALTY)
-    tokens = np.array([ids[0] for ids in params.dry_sequence_breaker_ids if len(ids) == 1], dtype=np.int32)
-    longer = [ids for ids in params.dry_sequence_breaker_ids if len(ids) > 1]
-    sequences = np.full((len(longer), max(map(len, longer), default=1)), _NO_TOKEN, dtype=np.int32)
-    for row, ids in zip(sequences, longer, strict=True):
-        row[-len(ids) :] = ids
-    return DryRule(penalties.astype(np.float32), params.dry_penalty_last_n, tokens, sequences)
+    breakers = params.dry_sequence_breaker_ids
+    lengths = sorted({len(ids) for ids in breakers})
+    hashes = [_hash_sequences([ids for ids in breakers if len(ids) == length]) for length in lengths]
+    num_powers = len(penalties) + max(lengths, default=0)
+    return DryRule(
+        penalties.astype(np.float32),
+        params.dry_penalty_last_n,
+        np.array(lengths, dtype=np.int64),
+        np.sort(np.concatenate(hashes)) if hashes else np.zeros(0, dtype=np.int64),
+        np.stack([_list_powers(each, num_powers) for each in (_FACTOR, pow(_FACTOR, -1, 2**64))]),
+    )
+
+
+def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """Sequences of equal length; modulo 2**64, in which int64 wraps."""
+    tokens = np.array(sequences, dtype=np.int64)
+    return (_mix(tokens) * _list_powers(_FACTOR, tokens.shape[1])).sum(1)
+
+
+def _mix(tokens: Any) -> Any:
+    """An array or a tensor of int64."""
+    mixed = (tokens + 1) * _MIX_FACTOR
+    return (mixed ^ (mixed >> 29)) * _MIX_FACTOR
+
+
+def _list_powers(factor: int, count: int) -> np.ndarray:
+    factors = np.full(count, factor, dtype=np.uint64)
+    factors[:1] = 1
+    return np.cumprod(factors, dtype=np.uint64).view(np.int64)
 
 
 def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> None:
@@ -58,9 +87,7 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
     if len(tokens) < 2:
         return
     max_length = len(rule.penalties) - 1
-    penalties, breaker_tokens, breaker_sequences = upload_arrays(
-        [rule.penalties, rule.breaker_tokens, rule.breaker_sequences], logits.device
-    )
+    (penalties,) = upload_arrays([rule.penalties], logits.device)
     windows = _windows_ending_at_tokens(tokens, max_length)
     earlier, following = windows[:-1], tokens[1:].long()
     if tokens.device.type == "cpu":  # on a GPU the host would wait for nonzero
@@ -68,8 +95,9 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
         earlier, following = earlier[matching], following[matching]
     indices = torch.arange(max_length, dtype=torch.int16, device=logits.device)
     last_mismatch = torch.where(earlier != windows[-1], indices, -1).amax(1).long()
-    limit = _num_tokens_after_breaker(tokens, breaker_tokens, breaker_sequences, max_length)
-    lengths = (max_length - 1 - last_mismatch).clamp(max=limit)
+    lengths = max_length - 1 - last_mismatch
+    if len(rule.breaker_hashes):
+        lengths = lengths.clamp(max=_num_tokens_after_breaker(tokens, rule, max_length))
     longest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     longest.scatter_reduce_(0, following, lengths, "amax")
     logits -= penalties[longest]
@@ -80,14 +108,17 @@ def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
     return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
 
 
-def _num_tokens_after_breaker(
-    tokens: Tensor, breaker_tokens: Tensor, breaker_sequences: Tensor, max_length: int
-) -> Tensor:
+def _num_tokens_after_breaker(tokens: Tensor, rule: DryRule, max_length: int) -> Tensor:
     """Counted from the last sequence breaker; at most `max_length`."""
-    ends = (tokens[-max_length:, None] == breaker_tokens).any(1)
-    if len(breaker_sequences):
-        width = breaker_sequences.shape[1]
-        windows = _windows_ending_at_tokens(tokens[-(max_length + width) :], width)[-max_length:]
-        ends |= ((windows[:, None] == breaker_sequences) | (breaker_sequences == _NO_TOKEN)).all(2).any(1)
-    distances = torch.arange(len(ends) - 1, -1, -1, device=tokens.device)
-    return torch.where(ends, distances, max_length).amin()
+    breaker_lengths, hashes, powers = upload_arrays(
+        [rule.breaker_lengths, rule.breaker_hashes, rule.powers], tokens.device
+    )
+    tail = tokens[-rule.powers.shape[1] :].long()
+    sums = F.pad((_mix(tail) * powers[0, : len(tail)]).cumsum(0), (1, 0))
+    ends = torch.arange(max(0, len(tail) - max_length), len(tail), device=tokens.device) + 1
+    starts = ends[:, None] - breaker_lengths
+    begun = starts.clamp(min=0)
+    windows = (sums[ends][:, None] - sums[begun]) * powers[1][begun]
+    nearest = torch.searchsorted(hashes, windows).clamp(max=len(hashes) - 1)
+    is_end = ((hashes[nearest] == windows) & (starts >= 0)).any(1)
+    return torch.where(is_end, len(tail) - ends, max_length).amin()

@@ -80,7 +80,8 @@ def _typical_mask(scaled: Tensor, mass: float) -> Tensor:
 
 def _xtc_mask(probs: Tensor, threshold: float) -> Tensor:
     """XTC ("exclude top choices"), by p-e-w (2024, pull request 6335 of text-generation-webui)."""
-    least_top_choice = torch.where(probs >= threshold, probs, torch.inf).amin()
+    is_top_choice = (probs >= threshold) & (probs > 0)  # a threshold of 0 must not choose tokens that were dropped
+    least_top_choice = torch.where(is_top_choice, probs, torch.inf).amin()
     return probs <= least_top_choice
 
 

@@ -46,6 +46,11 @@ COPIED_FIELDS = (
     "ignore_eos",
     "presence_penalty",
     "frequency_penalty",
+    "xtc_threshold",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
 )
 
 
