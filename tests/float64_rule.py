@@ -18,13 +18,16 @@ from transformers import PreTrainedModel
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """Yang et al., 2024, "Gated Delta Networks", token by token; q and k get length 1. [batch, tokens, heads, D]."""
+    """Yang et al., 2024, "Gated Delta Networks", token by token; q and k get length 1. [batch, tokens, heads, D]. g may
+    have one number per head, or one per key channel (Kimi Delta Attention).
+    """
     query, key = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (query, key))
     each_key = value.shape[2] // key.shape[2]
     query, key = (each.repeat_interleave(each_key, 2) for each in (query * query.shape[-1] ** -0.5, key))
     state, out = value.new_zeros(value.shape[0], *key.shape[2:], value.shape[3]), torch.zeros_like(value)
     for t in range(value.shape[1]):
-        state = state * g[:, t].exp()[..., None, None]
+        decay = g[:, t].exp()[..., None]
+        state = state * (decay if g.ndim == 4 else decay[..., None])
         lacks = (value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])) * beta[:, t, :, None]
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], lacks)
         out[:, t] = torch.einsum("bhkv,bhk->bhv", state, query[:, t])
@@ -55,7 +58,11 @@ def selective_scan(
     return out
 
 
-_RULES = {"torch_chunk_gated_delta_rule": gated_delta_rule, "mamba2_chunk_scan": selective_scan}
+_RULES = {
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "mamba2_chunk_scan": selective_scan,
+}
 
 
 @contextmanager

@@ -12,7 +12,13 @@ from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec, ShortConvSpec
+from quire.engine.architecture.recurrent import (
+    DeltaNetSpec,
+    KimiDeltaAttentionSpec,
+    Mamba2LayerSpec,
+    MambaLayerSpec,
+    ShortConvSpec,
+)
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.family_spec import read_decoder_spec
@@ -29,6 +35,7 @@ SUBLAYERS: dict[type[SublayerSpec], str] = {
     MLALayerSpec: "[latent attention](../explanations/kv-cache.md#latent-attention)",
     ShortConvSpec: "[short convolutions](../explanations/kv-cache.md#recurrent-states)",
     DeltaNetSpec: "[gated delta nets](../explanations/kv-cache.md#recurrent-states)",
+    KimiDeltaAttentionSpec: "[Kimi Delta Attention](../explanations/kv-cache.md#recurrent-states)",
     Mamba2LayerSpec: "[state spaces](../explanations/kv-cache.md#recurrent-states)",
     MambaLayerSpec: "[selective scans](../explanations/kv-cache.md#recurrent-states)",
     SharedTransformerSpec: "blocks that layers share",

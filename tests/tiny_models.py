@@ -199,6 +199,24 @@ LATENTS = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
+KIMI_LINEAR = {
+    **LATENTS,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4],
+        "full_attn_layers": [3],
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+    },
+    "num_experts": 12,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": SHORT_YARN,
@@ -505,6 +523,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "q_lora_rank": None, "first_k_dense_replace": 3},
     "deepseek_v3": {**LATENTS, **GROUPED, "model_type": "deepseek_v3", "rope_parameters": MSCALE},
     "glm4_moe_lite": {**LATENTS, **GROUPED, "model_type": "glm4_moe_lite", "norm_topk_prob": True},
+    "kimi_linear": {**KIMI_LINEAR, "model_type": "kimi_linear"},
     "youtu": {
         **LATENTS,
         "model_type": "youtu",

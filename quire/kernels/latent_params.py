@@ -19,17 +19,19 @@ class LatentNormRopeParams:
     norm_weight: Tensor
     """[L] float32."""
     eps: float
-    cos_sin: Tensor
-    """[max positions, R] float32: cosines, then sines."""
+    cos_sin: Tensor | None
+    """[max positions, R] float32: cosines, then sines. None: NoPE."""
     is_interleaved: bool
     """Rotated pairs are neighbors, as in DeepSeek's checkpoints, not (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
     """For float8 pages; the key scale is also the value scale."""
+    unrotated_dim: int = 0
+    """R if `cos_sin` is None."""
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:
         """(L, R)"""
-        return len(self.norm_weight), self.cos_sin.shape[1]
+        return len(self.norm_weight), self.unrotated_dim if self.cos_sin is None else self.cos_sin.shape[1]
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
@@ -46,7 +48,9 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Returns half layout, even for interleaved pairs."""
+    """Returns half layout, even for interleaved pairs; without RoPE, x."""
+    if latent.cos_sin is None:
+        return x
     cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

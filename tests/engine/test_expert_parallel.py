@@ -37,7 +37,15 @@ pytestmark = [
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
 ]
 FAMILIES = ["deepseek_v3", "gpt_oss", "qwen2-moe", "nemotron_h", "mixtral", "phimoe", "glm4_moe", "granitemoeshared"]
-FAMILIES += ["ernie4_5_moe", "qwen3-next", "deepseek_v2-lite", "hunyuan_v1_moe", "llama4", "nemotron_h-latent"]
+FAMILIES += [
+    "ernie4_5_moe",
+    "qwen3-next",
+    "deepseek_v2-lite",
+    "hunyuan_v1_moe",
+    "llama4",
+    "nemotron_h-latent",
+    "kimi_linear",
+]
 """With shared experts (gated too) and dense first layers, biases and odd numbers of experts, and none of these."""
 
 

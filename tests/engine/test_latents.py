@@ -38,6 +38,7 @@ from tests.tiers import examples
 from tests.tiny_models import save_tiny_model
 
 FAMILIES = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v2-dense", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"]
+FAMILIES += ["kimi_linear"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) ->
 @given(
     traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
     shape=st.integers(0, len(SHAPES) - 1),
-    family=st.sampled_from(["deepseek_v2-lite", "deepseek_v3", "youtu"]),
+    family=st.sampled_from(["deepseek_v2-lite", "deepseek_v3", "youtu", "kimi_linear"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     kv=st.sampled_from(["auto", "auto", "int8", "fp8"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),

@@ -40,7 +40,7 @@ from tests.tiny_mtp import save_tiny_mtp
 
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
-FAMILIES = ["lfm2", "lfm2-biased", "lfm3", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
+FAMILIES = ["lfm2", "lfm2-biased", "lfm3", "qwen3_5", "qwen3_5-grouped", "qwen3-next", "kimi_linear"]
 FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
 FAMILIES += ["mamba", "mamba-tied", "falcon_mamba", "jamba", "zamba2", "zamba2-blocks", "nemotron_h-latent"]
 SHAPES: list[dict[str, Any]] = [
@@ -317,7 +317,9 @@ def test_plan_counts_conv_states_and_kv_blocks(dtype: str, method: str, folder: 
     assert "states of 12 sequences: " in made.info.arithmetic
 
 
-@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba", "zamba2"])
+@pytest.mark.parametrize(
+    "family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba", "zamba2", "kimi_linear"]
+)
 def test_plan_counts_state_space_states(family: str, folder: Path) -> None:
     config = EngineConfig(
         model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
@@ -367,7 +369,7 @@ def test_stages_have_block_count_and_state_bytes_of_single_process(
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("family", ["qwen3_5", *slow("mamba2", "jamba", "qwen3-next", "lfm2")])
+@pytest.mark.parametrize("family", ["qwen3_5", *slow("mamba2", "jamba", "qwen3-next", "lfm2", "kimi_linear")])
 def test_every_rank_restores_local_part_of_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
     options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
     made = EngineCore(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
@@ -411,6 +413,7 @@ def written_indices(tensors: list[torch.Tensor]) -> set[int]:
         ("qwen3_5", 0),
         ("mamba2", 4),
         ("jamba", 4),
+        ("kimi_linear", 4),
         *slow(("falcon_h1", 4), ("zamba2", 4), ("nemotron_h-latent", 4)),
     ],
 )

@@ -39,7 +39,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 
 BASE = {"max_model_len": 176, "num_kv_blocks": 90, "threads": 1, "max_num_seqs": 6, "snapshot_tokens": 16}
 LARGE = ["qwen3_5", "qwen3-next", "falcon_h1", "granite-hybrid", "nemotron_h-latent", "mamba2", "mamba", "jamba"]
-LARGE += ["zamba2", "zamba2-blocks"]
+LARGE += ["zamba2", "zamba2-blocks", "kimi_linear"]
 """Families whose states are too large to be kept with every block."""
 SHAPES: list[dict[str, Any]] = [
     {},

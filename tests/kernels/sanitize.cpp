@@ -209,12 +209,13 @@ void recurs() {
     known[s] = contexts[s] - behind;
     slots[s] = sequences - 1 - s;
   }
-  const bool is_delta = draw(0, 1), guessed = draw(0, 1), normed = draw(0, 1);
+  const bool is_delta = draw(0, 1), guessed = draw(0, 1), normed = draw(0, 1), decay_per_row = draw(0, 1);
   const long tokens = starts[sequences], values = static_cast<long>(heads) * value;
-  const long inputs = 2L * groups * key + values, beside = is_delta ? 2 * heads : heads, kept = inputs + beside;
+  const long decays = is_delta && decay_per_row ? static_cast<long>(heads) * key : heads;
+  const long inputs = 2L * groups * key + values, beside = is_delta ? heads + decays : heads, kept = inputs + beside;
   const long matrix = static_cast<long>(key) * value;
   auto given = numbers<T>(tokens * inputs), z = numbers<T>(tokens * values), gates = numbers<T>(tokens * beside);
-  auto rate = numbers<float>(heads), shift = numbers<float>(heads), skip = numbers<float>(heads);
+  auto rate = numbers<float>(heads), shift = numbers<float>(decays), skip = numbers<float>(heads);
   auto norm = numbers<float>(is_delta ? value : values);
   for (int h = 0; h < heads; ++h) rate[h] = -__builtin_fabsf(rate[h]);
   auto out = numbers<T>(tokens * values, true), guesses = numbers<T>(sequences * drafts * kept);
@@ -225,7 +226,7 @@ void recurs() {
           ? Kernels<T>::delta_rule(given.get(), z.get(), gates.get(), rate.get(), shift.get(), norm.get(), out.get(),
                                    matrices.get(), guesses.get(), starts.get(), contexts.get(), from, certain,
                                    slots.get(), sequences, sequences, groups, heads, key, value, drafts, 1e-5f,
-                                   draw(1, 3))
+                                   decay_per_row, draw(0, 1), draw(1, 3))
           : Kernels<T>::state_space(given.get(), z.get(), gates.get(), rate.get(), shift.get(), skip.get(),
                                     normed ? norm.get() : nullptr, out.get(), matrices.get(), guesses.get(),
                                     starts.get(), contexts.get(), from, certain, slots.get(), sequences, sequences,

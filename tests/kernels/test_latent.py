@@ -143,6 +143,22 @@ def test_store_latent_kv_norms_latents_and_rotates_rope_dims(
         assert cache.reshape(64, -1)[untouched].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_latent_kv_keeps_order_and_numbers_without_rope(
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    norm = torch.rand(32, generator=generator)
+    latent = LatentNormRopeParams(norm, 1e-6, None, is_interleaved=True, unrotated_dim=10)
+    q, kv = (torch.randn((5, count), generator=generator).to(dtype) for count in (3 * 42, 42))
+    for backend in (cpu, ReferenceBackend()):
+        outputs, cache, slots = store(backend, q, kv, latent, dtype)
+        assert torch.equal(outputs, q.view(5, 3, 42))
+        if backend is cpu:
+            pack = 4 // dtype.itemsize
+            cache = cache.view(4, 42 // pack, 16, pack).transpose(1, 2)
+        assert torch.equal(cache.reshape(64, -1)[slots][:, 32:], kv[:, 32:])
+
+
 @pytest.mark.parametrize(("blocks", "inner", "outs", "passed"), [(16, 128, 512, 64), (3, 24, 30, 6), (5, 512, 128, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_per_head_linear_matches_float64_and_ignores_batch(

@@ -10,7 +10,13 @@ from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.pooler_head import HeadLayerSpec
-from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, ProjectionMultipliers, ShortConvSpec
+from quire.engine.architecture.recurrent import (
+    DeltaNetSpec,
+    KimiDeltaAttentionSpec,
+    Mamba2LayerSpec,
+    ProjectionMultipliers,
+    ShortConvSpec,
+)
 from quire.engine.architecture.rope import QueryScaling
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, PerLayerInputGateSpec, PerLayerInputsSpec
@@ -23,6 +29,7 @@ __all__ = [
     "EncoderSpec",
     "EncoderWeightNames",
     "HeadLayerSpec",
+    "KimiDeltaAttentionSpec",
     "LatentMoESpec",
     "LayerScalarSpec",
     "LayerSpec",

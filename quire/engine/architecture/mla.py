@@ -22,14 +22,14 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Rotated elements of keys and queries."""
+    """Elements of keys and queries that are rotated, unless `rope` is None."""
     qk_nope_head_dim: int
     """A head's unrotated elements."""
     v_head_dim: int
     q_lora_rank: int | None
     """Elements of query latents; None: no latents."""
     scale: float
-    rope: dict[str, Any]
+    rope: dict[str, Any] | None
     """Like AttentionLayerSpec.rope, for `qk_rope_head_dim` elements."""
     norm: NormSpec
     latent_eps: float

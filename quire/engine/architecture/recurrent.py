@@ -1,4 +1,4 @@
-"""Sublayers with a constant-size state: delta nets, Mamba-2, Mamba, short convolutions."""
+"""Sublayers with a constant-size state: delta nets, Kimi Delta Attention, Mamba-2, Mamba, short convolutions."""
 
 from __future__ import annotations
 
@@ -87,6 +87,42 @@ class DeltaNetSpec(MatrixStateSpec):
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_key_heads, f"{self.num_key_heads} key heads of delta nets", ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaAttentionSpec(MatrixStateSpec):
+    """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates are projected
+    through `low_rank` elements. The output norm lacks a weight offset.
+    """
+
+    low_rank: int
+
+    @property
+    def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Queries, keys and values."""
+        return (self.num_heads, self.key_dim), (self.num_heads, self.key_dim), (self.num_heads, self.value_dim)
+
+    def extra_values_per_draft(self, heads: int) -> int:
+        return heads * (1 + self.key_dim)
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix = f"{layer}.self_attn"
+        keys, values = self.num_heads * self.key_dim, self.num_heads * self.value_dim
+        shapes = ParameterShapes()
+        for name, size in {"q": keys, "k": keys, "v": values}.items():
+            shapes |= linear_shapes([f"{prefix}.{name}_proj"], size, hidden_size)
+            shapes[f"{prefix}.{name}_conv1d.weight"] = (size, 1, self.conv_width)
+        shapes |= linear_shapes([f"{prefix}.f_a_proj", f"{prefix}.g_a_proj"], self.low_rank, hidden_size)
+        shapes |= linear_shapes([f"{prefix}.f_b_proj"], keys, self.low_rank)
+        shapes |= linear_shapes([f"{prefix}.g_b_proj"], values, self.low_rank)
+        shapes |= linear_shapes([f"{prefix}.b_proj"], self.num_heads, hidden_size)
+        shapes |= linear_shapes([f"{prefix}.o_proj"], hidden_size, values)
+        shapes |= {f"{prefix}.A_log": (1, 1, self.num_heads, 1), f"{prefix}.dt_bias": (keys,)}
+        shapes |= norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
+        return shapes | norm_shapes({f"{prefix}.o_norm": self.value_dim}, NormSpec(self.norm.eps))
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_heads, f"{self.num_heads} heads of Kimi Delta Attention", ranks)
 
 
 class ProjectionMultipliers(NamedTuple):

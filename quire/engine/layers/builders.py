@@ -13,12 +13,19 @@ from quire.engine.architecture import (
     SharedTransformerSpec,
     SublayerSpec,
 )
-from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec, ShortConvSpec
+from quire.engine.architecture.recurrent import (
+    DeltaNetSpec,
+    KimiDeltaAttentionSpec,
+    Mamba2LayerSpec,
+    MambaLayerSpec,
+    ShortConvSpec,
+)
 from quire.engine.layers.attention import Attention
 from quire.engine.layers.mla import MLAttention
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import SparseMoE
 from quire.engine.layers.recurrent.delta_net import DeltaNet
+from quire.engine.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 from quire.engine.layers.recurrent.mamba import MambaMixer
 from quire.engine.layers.recurrent.mamba2 import Mamba2Mixer
 from quire.engine.layers.recurrent.short_conv import ShortConvolution
@@ -39,6 +46,7 @@ build_sublayer.register(MLALayerSpec, MLAttention)
 build_sublayer.register(MLPSpec, MLP)
 build_sublayer.register(MoELayerSpec, SparseMoE)
 build_sublayer.register(DeltaNetSpec, DeltaNet)
+build_sublayer.register(KimiDeltaAttentionSpec, KimiDeltaAttention)
 build_sublayer.register(Mamba2LayerSpec, Mamba2Mixer)
 build_sublayer.register(MambaLayerSpec, MambaMixer)
 build_sublayer.register(ShortConvSpec, ShortConvolution)

@@ -179,8 +179,10 @@ class MLAttention(Sublayer):
     def _latent_store_params(self) -> LatentNormRopeParams:
         spec, norm = self._spec, self._latent_norms.get_weight(self._kv_a_norm)
         assert norm is not None
-        table = self._build_context.rope_table(spec.rope, spec.qk_rope_head_dim)
-        return LatentNormRopeParams(norm, spec.latent_eps, table, spec.is_interleaved, self._kv_scales)
+        table = None if spec.rope is None else self._build_context.rope_table(spec.rope, spec.qk_rope_head_dim)
+        return LatentNormRopeParams(
+            norm, spec.latent_eps, table, spec.is_interleaved, self._kv_scales, unrotated_dim=spec.qk_rope_head_dim
+        )
 
     @cached_property
     def _attention_params(self) -> AttentionParams:

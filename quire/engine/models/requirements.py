@@ -5,7 +5,12 @@ import torch
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mla import MLALayerSpec
-from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
+from quire.engine.architecture.recurrent import (
+    DeltaNetSpec,
+    KimiDeltaAttentionSpec,
+    Mamba2LayerSpec,
+    MambaLayerSpec,
+)
 from quire.engine.common.errors import ModelError
 from quire.kernels.backend_selection import AttentionRequirements
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -13,7 +18,7 @@ from quire.kernels.recurrent.recurrence import Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
-_RecurrentSpec = DeltaNetSpec | Mamba2LayerSpec | MambaLayerSpec
+_RecurrentSpec = DeltaNetSpec | KimiDeltaAttentionSpec | Mamba2LayerSpec | MambaLayerSpec
 
 
 def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
@@ -65,6 +70,7 @@ def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> lis
     """(parameters, value_dim) of each kind and size of recurrence."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
+        *spec.sublayers_of_kind(KimiDeltaAttentionSpec),
         *spec.sublayers_of_kind(Mamba2LayerSpec),
         *spec.sublayers_of_kind(MambaLayerSpec),
     ]
@@ -79,14 +85,17 @@ def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) ->
         return torch.linspace(0.1, 1.0, torch.Size(shape).numel(), device=device).view(shape)
 
     heads, channels = part.num_heads, part.num_heads * part.value_dim
-    if isinstance(part, DeltaNetSpec):
+    if isinstance(part, DeltaNetSpec | KimiDeltaAttentionSpec):
+        is_kimi = isinstance(part, KimiDeltaAttentionSpec)
+        key_heads = heads if isinstance(part, KimiDeltaAttentionSpec) else part.num_key_heads
         return DeltaRule(
             -sample_tensor(heads),
-            sample_tensor(heads),
+            sample_tensor(heads * part.key_dim if is_kimi else heads),
             sample_tensor(part.value_dim),
             1e-6,
-            part.num_key_heads,
+            key_heads,
             part.key_dim,
+            has_sigmoid_gate=is_kimi,
         )
     if isinstance(part, Mamba2LayerSpec):
         norm = None if part.result_norm is None else sample_tensor(channels)

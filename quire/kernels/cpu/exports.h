@@ -191,11 +191,11 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                    const int32_t* starts, const int32_t* contexts, const int32_t* table,               \
                                    long table_stride, const int64_t* slots, long pages, long slot_count,               \
                                    int sequences, int channels, int width, int kept, int gated, int threads);          \
-  EXPORTED int delta_rule_##suffix(const T* qkv, const T* z, const T* ba, const float* rate, const float* shift,       \
-                                   const float* norm, T* out, float* matrices, T* guesses, const int32_t* starts,      \
-                                   const int32_t* contexts, const int32_t* seen, const int32_t* known,                 \
-                                   const int64_t* slots, long slot_count, int sequences, int key_heads, int heads,     \
-                                   int key, int value, int drafts, float eps, int threads);                            \
+  EXPORTED int delta_rule_##suffix(                                                                                    \
+      const T* qkv, const T* z, const T* ba, const float* rate, const float* shift, const float* norm, T* out,         \
+      float* matrices, T* guesses, const int32_t* starts, const int32_t* contexts, const int32_t* seen,                \
+      const int32_t* known, const int64_t* slots, long slot_count, int sequences, int key_heads, int heads, int key,   \
+      int value, int drafts, float eps, int decay_per_row, int sigmoid_gate, int threads);                             \
   EXPORTED int state_space_##suffix(                                                                                   \
       const T* xbc, const T* z, const T* dt, const float* rate, const float* shift, const float* skip,                 \
       const float* norm, T* out, float* matrices, T* guesses, const int32_t* starts, const int32_t* contexts,          \

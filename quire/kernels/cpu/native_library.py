@@ -246,7 +246,7 @@ SIGNATURES = {
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
     "rope_store": [*[_POINTER] * 6, *[_INT] * 2, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],
-    "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, _INT],
+    "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, *[_INT] * 3],
     "state_space": [*[_POINTER] * 15, _LONG, *[_INT] * 6, *[_FLOAT] * 3, *[_INT] * 2],
     "selective_scan": [*[_POINTER] * 16, _LONG, *[_INT] * 6, _FLOAT, _INT],
     "join": [*[_POINTER] * 3, _LONG, *[_INT] * 3],

@@ -101,6 +101,7 @@ INLINE Vec vtanh(Vec x) {  // 1 - 2 / (e^2x + 1)
   const Vec e = vexp2(vmul(x, vset(2 * kLog2E)));
   return vsub(vset(1.0f), vdiv(vset(2.0f), vadd(e, vset(1.0f))));
 }
+INLINE Vec vsigmoid(Vec x) { return vdiv(vset(1.0f), vadd(vset(1.0f), vexp2(vmul(x, vset(-kLog2E))))); }
 INLINE Vec vsilu(Vec x) { return vdiv(x, vadd(vset(1.0f), vexp2(vmul(x, vset(-kLog2E))))); }
 INLINE Vec vgelu(Vec x) {  // x (1 + tanh u) / 2 is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
   const Vec bent = vfma(vmul(vmul(x, x), x), vset(0.044715f), x);

@@ -30,7 +30,10 @@ KINDS = [
     ("family", "options"),
     [
         *((family, {}) for family in ("qwen3", "mistral-window", "gemma2", "gemma3", "lfm2", "gpt_oss", "qwen3-moe")),
-        *((family, {}) for family in ("qwen3_5", "falcon_h1", "nemotron_h", "jamba", "deepseek_v2-lite", "youtu")),
+        *(
+            (family, {})
+            for family in ("qwen3_5", "falcon_h1", "nemotron_h", "jamba", "deepseek_v2-lite", "youtu", "kimi_linear")
+        ),
         ("deepseek_v3", {"kv_cache_dtype": "int8"}),
         ("qwen2", {"quantization": "int4", "quantize_embedding": False, "dtype": "float32"}),
     ],

@@ -139,7 +139,7 @@ def make_latent_params(
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("neighbours", [True, False])
+@pytest.mark.parametrize("neighbours", [True, False, None])
 @pytest.mark.parametrize(("size", "rotated"), [(512, 64), (30, 6)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stored_latent_kv_matches_reference(
@@ -147,13 +147,17 @@ def test_stored_latent_kv_matches_reference(
     dtype: torch.dtype,
     size: int,
     rotated: int,
-    neighbours: bool,
+    neighbours: bool | None,
     kv_dtype: torch.dtype | None,
     generator: torch.Generator,
 ) -> None:
-    latent = make_latent_params(size, rotated, neighbours, generator, torch.device("cpu"))
+    """neighbours None: without RoPE."""
+    latent = make_latent_params(size, rotated, neighbours is not False, generator, torch.device("cpu"))
+    table = None if neighbours is None else latent.cos_sin
+    latent = replace(latent, cos_sin=table, unrotated_dim=rotated)
     latent = replace(latent, kv_scales=KVScales(0.5) if kv_dtype == torch.float8_e4m3fn else UNIT_KV_SCALES)
-    there = replace(latent, norm_weight=latent.norm_weight.to(device), cos_sin=latent.cos_sin.to(device))
+    table = None if table is None else table.to(device)
+    there = replace(latent, norm_weight=latent.norm_weight.to(device), cos_sin=table)
     q, kv = torch.randn((5, 3 * (size + rotated)), generator=generator), torch.randn(5, size + rotated)
     slots, positions = torch.tensor([3, 17, 63, 40, 18]), torch.tensor([5, 0, 1, 30, 7])
     nothing = torch.zeros((1, 2), dtype=torch.int32)

@@ -26,8 +26,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 Made = Callable[[torch.Generator], Shape]
 
 
-def delta(*sizes: int) -> Made:
-    return lambda generator: test_delta_rule.made(*sizes, generator)
+def delta(*sizes: int, kimi: bool = False) -> Made:
+    return lambda generator: test_delta_rule.made(*sizes, generator, kimi=kimi)
 
 
 def space(*sizes: int, **rules: Any) -> Made:
@@ -41,6 +41,7 @@ def scan(*sizes: int, **rules: Any) -> Made:
 KINDS: dict[str, tuple[Made, Callable[[Shape, Tensor], Tensor]]] = {
     "delta": (delta(2, 4, 12, 20), test_delta_rule.expected),
     "delta of Qwen3.5": (delta(1, 2, 128, 128), test_delta_rule.expected),
+    "delta of Kimi": (delta(1, 1, 128, 128, kimi=True), test_delta_rule.expected),
     "space": (space(2, 4, 12, 32), test_state_space.expected),
     "space of Granite, without a norm": (
         space(1, 2, 128, 64, norm=False, dt_limits=(0.3, 1.1)),
@@ -69,10 +70,11 @@ def test_recurrence_prefill_matches_float64(device: torch.device, kind: str, dty
     ("made", "dtype"),
     [
         (delta(1, 2, 12, 20), torch.bfloat16),
+        (delta(1, 1, 12, 20, kimi=True), torch.bfloat16),
         (space(1, 1, 12, 40), torch.float32),
         (scan(1, 12, 48, norm=True), torch.bfloat16),
     ],
-    ids=["delta", "space", "scan"],
+    ids=["delta", "delta of Kimi", "space", "scan"],
 )
 def test_recurrence_bits_do_not_depend_on_chunking(device: torch.device, made: Made, dtype: torch.dtype) -> None:
     shape = on(made(torch.Generator().manual_seed(2)), device)

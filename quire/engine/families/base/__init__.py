@@ -62,7 +62,7 @@ from quire.engine.families.base.mamba_fields import (
     fill_mamba_sizes,
     mamba_spec,
 )
-from quire.engine.families.base.mla_fields import mla_mixers_reader
+from quire.engine.families.base.mla_fields import mla_mixers_reader, mla_spec
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.moe_fields import (
     BLOCK_SPARSE_MOE,
@@ -172,6 +172,7 @@ __all__ = [
     "mamba_spec",
     "max_position",
     "mla_mixers_reader",
+    "mla_spec",
     "mlp_intermediate_size",
     "moe_reader",
     "mrope_axes_reader",

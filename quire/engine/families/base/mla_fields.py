@@ -23,13 +23,15 @@ def mla_mixers_reader(
     """is_interleaved: RoPE pairs neighbors."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
-        return [_mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers
+        return [mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers
 
     return read_mixers
 
 
-def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> MLALayerSpec:
-    """Raises ModelError."""
+def mla_spec(
+    config: ModelConfig, norm: NormSpec, *, is_interleaved: bool = True, has_rope: bool = True
+) -> MLALayerSpec:
+    """has_rope: False for NoPE. Raises ModelError."""
     raw = config.raw
     sizes: dict[str, Any] = {name: raw.get(name) for name in MLA_SIZE_FIELDS}
     for name, size in sizes.items():
@@ -50,8 +52,8 @@ def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> M
         qk_nope_head_dim=qk_nope_head_dim,
         v_head_dim=v_head_dim,
         q_lora_rank=raw.get("q_lora_rank"),
-        scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * yarn_softmax_scale_factor(rope),
-        rope=rope,
+        scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * (yarn_softmax_scale_factor(rope) if has_rope else 1.0),
+        rope=rope if has_rope else None,
         norm=norm,
         latent_eps=MLA_NORM_EPS,
         is_interleaved=is_interleaved,

@@ -10,9 +10,10 @@ constexpr int kTile = 32;                           // tokens whose results wait
 constexpr int kWide = kAccumulators >= 24 ? 4 : 2;  // vectors of values whose part of a matrix stays in the L1 cache
 constexpr long kWorthwhile = 1 << 16;               // numbers of matrices for which it pays to wake other threads
 
-// What a token of a layer gives: `inputs` numbers, and `gates` numbers for its heads, kept apart.
+// What a token of a layer gives: `inputs` numbers, and `gates` numbers for its heads, kept apart. A head has one decay,
+// or one per row of its matrix.
 struct Sizes {
-  int heads, key, value, drafts, inputs, gates;
+  int heads, key, value, drafts, inputs, gates, decays = 1;
 
   long values() const { return static_cast<long>(heads) * value; }
   long matrix() const { return static_cast<long>(key) * value; }
@@ -46,19 +47,50 @@ float number(const T* p) {
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// W vectors of columns of a matrix, whose rows are `stride` numbers apart: matrix = kept * matrix + k delta, and then
+// log(1 + u) for u from 0 to 1 is 2 atanh(u / (2 + u)), whose series in powers of at most 1/3 ends here: the rest is
+// 2e-9 of it.
+INLINE Vec log_1_plus(Vec u) {
+  const Vec s = vdiv(u, vadd(vset(2.0f), u)), square = vmul(s, s);
+  Vec p = vset(1.0f / 15);
+  for (int odd = 13; odd > 0; odd -= 2) p = vfma(p, square, vset(1.0f / static_cast<float>(odd)));
+  return vmul(vmul(vset(2.0f), s), p);
+}
+
+// log(1 + e^x) is max(x, 0) + log(1 + e^-|x|).
+INLINE Vec vsoftplus(Vec x) {
+  const Vec size = vmax(x, vsub(vset(0.0f), x));
+  return vadd(vmax(x, vset(0.0f)), log_1_plus(vexp2_below(vmul(size, vset(-kLog2E)))));
+}
+
+// What a token leaves of each row of a matrix.
+struct SameDecay {
+  Vec kept;
+
+  explicit SameDecay(const float* decay) : kept(vset(*decay)) {}
+  Vec of(int) const { return kept; }
+};
+
+struct DecayPerRow {
+  const float* decay;
+
+  explicit DecayPerRow(const float* decays) : decay(decays) {}
+  Vec of(int row) const { return vset(decay[row]); }
+};
+
+// W vectors of columns of a matrix, whose rows are `stride` numbers apart: matrix = decay * matrix + k delta, and then
 // what q reads. Sums of even and of odd rows are made apart, to hide the latency of additions.
-template <int W>
+template <int W, class Decay>
 INLINE void write_and_read(float* matrix, long stride, int rows, const float* q, const float* k, const Vec* delta,
-                           Vec kept, Vec* read) {
+                           Decay decay, Vec* read) {
   Vec even[W], odd[W];
   for (int w = 0; w < W; ++w) even[w] = odd[w] = vset(0.0f);
   for (int r = 0; r < rows; r += 2) {
     float *row = matrix + r * stride, *next = row + stride;
     const Vec k0 = vset(k[r]), k1 = vset(k[r + 1]), q0 = vset(q[r]), q1 = vset(q[r + 1]);
+    const Vec kept = decay.of(r), kept_next = decay.of(r + 1);
     Vec first[W], second[W];
     for (int w = 0; w < W; ++w) first[w] = vfma(k0, delta[w], vmul(kept, vload(row + 16 * w)));
-    for (int w = 0; w < W; ++w) second[w] = vfma(k1, delta[w], vmul(kept, vload(next + 16 * w)));
+    for (int w = 0; w < W; ++w) second[w] = vfma(k1, delta[w], vmul(kept_next, vload(next + 16 * w)));
     for (int w = 0; w < W; ++w) {
       vstore(row + 16 * w, first[w]);
       vstore(next + 16 * w, second[w]);
@@ -75,7 +107,7 @@ void update_all(const Rule& rule, int head, float* matrix, const Sizes& sizes, c
   for (int i = 0; i < count; ++i)
     rule.template update<W>(head, column, matrix + column, sizes.value, sizes.key, tile.q + i * sizes.key,
                             tile.k + i * sizes.key, tile.v + i * sizes.value + column,
-                            tile.out + i * sizes.value + column, tile.decay[i], tile.beta[i]);
+                            tile.out + i * sizes.value + column, tile.decay + i * sizes.decays, tile.beta[i]);
 }
 
 // Tokens [from, to) of one head of a sequence; those before the step's own have no results.
@@ -99,17 +131,18 @@ template <class T, class Rule>
 void compute(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix, long seen, long stop, long context) {
   const Sizes& sizes = tokens.sizes;
   const long keys = static_cast<long>(kTile) * sizes.key, values = static_cast<long>(kTile) * sizes.value;
-  auto* memory = reinterpret_cast<float*>(scratch((2 * keys + 2 * values + 2 * kTile + sizes.matrix()) * 4));
+  const long decays = static_cast<long>(kTile) * sizes.decays, tiled = 2 * (keys + values) + decays + kTile;
+  auto* memory = reinterpret_cast<float*>(scratch((tiled + sizes.matrix()) * 4));
   const Tile tile = {memory,
                      memory + keys,
                      memory + 2 * keys,
                      memory + 2 * keys + values,
                      memory + 2 * (keys + values),
-                     memory + 2 * (keys + values) + kTile};
+                     memory + 2 * (keys + values) + decays};
   if (tokens.first == 0) __builtin_memset(matrix, 0, sizes.matrix() * sizeof(float));
   advance(rule, tokens, head, matrix, seen, stop, tile);
   if (stop == context) return;
-  float* copy = memory + 2 * (keys + values) + 2 * kTile;
+  float* copy = memory + tiled;
   __builtin_memcpy(copy, matrix, sizes.matrix() * sizeof(float));
   advance(rule, tokens, head, copy, stop, context, tile);
 }

@@ -26,8 +26,9 @@ def recurrence_kernel_arguments(rule: Recurrence) -> RecurrenceKernelArguments:
     match rule:
         case DeltaRule():
             sizes = (rule.num_key_heads, rule.num_heads, rule.key_dim, rule.value_dim)
+            rules = (rule.eps, rule.has_row_decay, rule.has_sigmoid_gate)
             return RecurrenceKernelArguments(
-                "delta_rule", (rule.decay_rate, rule.dt_bias, rule.norm_weight), sizes, (rule.eps,)
+                "delta_rule", (rule.decay_rate, rule.dt_bias, rule.norm_weight), sizes, rules
             )
         case StateSpace():
             weights = (rule.decay_rate, rule.dt_bias, rule.skip, rule.norm_weight)

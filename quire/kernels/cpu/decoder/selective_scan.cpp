@@ -14,21 +14,6 @@ struct Weights {
   float eps;
 };
 
-// log(1 + u) for u from 0 to 1 is 2 atanh(u / (2 + u)), whose series in powers of at most 1/3 ends here: the rest is
-// 2e-9 of it.
-INLINE Vec log_1_plus(Vec u) {
-  const Vec s = vdiv(u, vadd(vset(2.0f), u)), square = vmul(s, s);
-  Vec p = vset(1.0f / 15);
-  for (int odd = 13; odd > 0; odd -= 2) p = vfma(p, square, vset(1.0f / static_cast<float>(odd)));
-  return vmul(vmul(vset(2.0f), s), p);
-}
-
-// log(1 + e^x) is max(x, 0) + log(1 + e^-|x|).
-INLINE Vec vsoftplus(Vec x) {
-  const Vec size = vmax(x, vsub(vset(0.0f), x));
-  return vadd(vmax(x, vset(0.0f)), log_1_plus(vexp2_below(vmul(size, vset(-kLog2E)))));
-}
-
 // Of one sequence's tokens.
 template <class T>
 struct Scan {
@@ -61,7 +46,7 @@ struct Scan {
 
   template <int W>
   __attribute__((always_inline)) void update(int head, int column, float* matrix, long stride, int rows, const float* q,
-                                             const float* k, const float* v, float* out_of, float, float) const {
+                                             const float* k, const float* v, float* out_of, const float*, float) const {
     const float* rate = weights.rate + head * sizes.matrix() + column;
     Vec step[W], delta[W], even[W], odd[W];
     for (int w = 0; w < W; ++w) {

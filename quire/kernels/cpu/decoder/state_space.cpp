@@ -41,11 +41,11 @@ struct Space {
 
   template <int W>
   __attribute__((always_inline)) void update(int head, int, float* matrix, long stride, int rows, const float* q,
-                                             const float* k, const float* v, float* out_of, float decay,
+                                             const float* k, const float* v, float* out_of, const float* decay,
                                              float step) const {
     Vec delta[W], read[W];
     for (int w = 0; w < W; ++w) delta[w] = vmul(vset(step), vload(v + 16 * w));
-    write_and_read<W>(matrix, stride, rows, q, k, delta, vset(decay), read);
+    write_and_read<W>(matrix, stride, rows, q, k, delta, SameDecay(decay), read);
     const Vec skip = vset(weights.skip[head]);
     for (int w = 0; w < W; ++w) vstore(out_of + 16 * w, vfma(skip, vload(v + 16 * w), read[w]));
   }

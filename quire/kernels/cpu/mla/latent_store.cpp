@@ -8,9 +8,9 @@ namespace {
 
 template <class T>
 struct Latents {
-  T* q;         // [tokens, heads, latent + rotated]
-  const T* kv;  // [tokens, latent + rotated]
-  const float *norm, *cos_sin;
+  T* q;                         // [tokens, heads, latent + rotated]
+  const T* kv;                  // [tokens, latent + rotated]
+  const float *norm, *cos_sin;  // null: no rotary embedding
   int neighbours;
   const int64_t *positions, *slots;
   char* cache;
@@ -42,8 +42,8 @@ INLINE void rotate(const T* x, const float* cosines, int size, int neighbours, T
 template <class T>
 void store_token(const Latents<T>& l, long token) {
   const int dim = l.dim();
-  const float* cosines = l.cos_sin + l.positions[token] * l.rotated;
-  for (int h = 0; h < l.heads; ++h) {
+  const float* cosines = l.cos_sin ? l.cos_sin + l.positions[token] * l.rotated : nullptr;
+  for (int h = 0; cosines && h < l.heads; ++h) {
     T* end = l.q + (token * l.heads + h) * dim + l.latent;
     rotate(end, cosines, l.rotated, l.neighbours, end);
   }
@@ -55,7 +55,11 @@ void store_token(const Latents<T>& l, long token) {
     const int n = l.latent - i;
     vstore_first(key + i, vmul(vmul(vload_first(row + i, n), factor), vload_first(l.norm + i, n)), n);
   }
-  rotate(row + l.latent, cosines, l.rotated, l.neighbours, key + l.latent);
+  if (cosines) {
+    rotate(row + l.latent, cosines, l.rotated, l.neighbours, key + l.latent);
+  } else {
+    __builtin_memcpy(key + l.latent, row + l.latent, l.rotated * sizeof(T));
+  }
   char* page = l.cache + l.slots[token] / kBlock * l.stride * element_bytes<T>(l.format);
   const int at = static_cast<int>(l.slots[token] % kBlock);
   if (l.format.held == kPlain) return store_key(key, reinterpret_cast<T*>(page), at, dim);

@@ -15,10 +15,11 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 def check_latent_params(latent: LatentNormRopeParams) -> None:
     """Raises TypeError or ValueError."""
-    if latent.norm_weight.dtype != torch.float32 or latent.cos_sin.dtype != torch.float32:
+    table = latent.norm_weight if latent.cos_sin is None else latent.cos_sin
+    if latent.norm_weight.dtype != torch.float32 or table.dtype != torch.float32:
         raise TypeError("the norm and the rotation of latents must be float32")
     size, rotated = latent.latent_and_rope_dims
-    if size % 2 or not 2 <= rotated <= MAX_ROPE_DIM or not latent.cos_sin.is_contiguous():
+    if size % 2 or not 2 <= rotated <= MAX_ROPE_DIM or not table.is_contiguous():
         raise ValueError(f"a latent must be even, and its key of 2 to {MAX_ROPE_DIM} numbers, not {size} and {rotated}")
 
 

@@ -14,14 +14,13 @@ from quire.kernels.latent_params import LatentNormRopeParams
 def rope_and_store_latents(
     q, kv, weight, cos_sin, cache, scales, positions, slots, page_stride, eps, key_scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
-    HALF_PAD: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
+    HALF_PAD: tl.constexpr, PAGE: tl.constexpr, ROTATED: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Rotates the end of q's heads in place. The program after the last head stores kv [T, L + R]."""
     HALF: tl.constexpr = R // 2
     token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF_PAD)
     turned = tl.where(head < HEADS, q + (token * HEADS + head) * WIDTH + WIDTH - R, kv + token * (L + R) + L)
-    inside, angle = i < HALF, cos_sin + tl.load(positions + token) * R + i
-    cos, sin = tl.load(angle, mask=inside, other=0.0), tl.load(angle + HALF, mask=inside, other=0.0)
+    inside = i < HALF
     if NEIGHBOURS:
         first_raw = tl.load(turned + 2 * i, mask=inside, other=0.0)
         second_raw = tl.load(turned + 2 * i + 1, mask=inside, other=0.0)
@@ -29,7 +28,10 @@ def rope_and_store_latents(
         first_raw = tl.load(turned + i, mask=inside, other=0.0)
         second_raw = tl.load(turned + HALF + i, mask=inside, other=0.0)
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
-    first, second = first * cos - second * sin, second * cos + first * sin
+    if ROTATED:
+        angle = cos_sin + tl.load(positions + token) * R + i
+        cos, sin = tl.load(angle, mask=inside, other=0.0), tl.load(angle + HALF, mask=inside, other=0.0)
+        first, second = first * cos - second * sin, second * cos + first * sin
     first, second = first.to(first_raw.dtype), second.to(first_raw.dtype)
     if head < HEADS:
         tl.debug_barrier()  # all threads read before any writes
@@ -72,10 +74,13 @@ def rope_and_store_latent_kv(
         q = q.view(len(q), -1, size + rotated)
     tokens, heads, width = q.shape
     kv_format, codes, scales = cache_format_and_views(cache)
+    has_rope = latent.cos_sin is not None
+    table = latent.norm_weight if latent.cos_sin is None else latent.cos_sin
     if tokens:
         rope_and_store_latents[tokens, heads + 1](
-            q, kv, latent.norm_weight, latent.cos_sin, codes, scales, metadata.positions, metadata.slot_mapping,
+            q, kv, latent.norm_weight, table, codes, scales, metadata.positions, metadata.slot_mapping,
             cache.stride(0), latent.eps, latent.kv_scales.key, heads, width, size, next_power_of_2(size), rotated,
-            next_power_of_2(rotated // 2), cache.shape[1], latent.is_interleaved, kv_format, num_warps=1,
+            next_power_of_2(rotated // 2), cache.shape[1], has_rope, has_rope and latent.is_interleaved, kv_format,
+            num_warps=1,
         )  # fmt: skip
     return q

@@ -79,10 +79,10 @@ def store_draft_inputs(
 @triton.jit(do_not_specialize=["total"])
 def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
-    NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
+    NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE]; FIRST: before the gate. ROUND: round to z's
-    dtype before.
+    dtype before. SIGMOID: gates are the sigmoid of z, not SiLU.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i
@@ -90,7 +90,7 @@ def norm_and_gate(
     y = tl.load(read + at, mask=inside, other=0.0)
     z_raw = tl.load(z + at, mask=inside, other=0.0)
     z_wide = z_raw.to(tl.float32)
-    gate = z_wide / (1.0 + tl.exp(-z_wide))
+    gate = (1.0 if SIGMOID else z_wide) / (1.0 + tl.exp(-z_wide))
     if NORMED:
         if not FIRST:
             y = y * gate

@@ -94,7 +94,15 @@ def _advance_states(
     sizes = (rule.num_heads, rule.key_dim, key, value)
     if isinstance(rule, DeltaRule):
         advance_delta[grid](
-            *tensors, *sequence_tensors, *kernel_flags, rule.num_key_heads, *sizes, most, block, num_warps=1
+            *tensors,
+            *sequence_tensors,
+            *kernel_flags,
+            rule.num_key_heads,
+            *sizes,
+            most,
+            block,
+            rule.has_row_decay,
+            num_warps=1,
         )
     elif isinstance(rule, StateSpace):
         kernel_inputs = (*tensors, rule.skip, *sequence_tensors, *kernel_flags, *rule.dt_limits)
@@ -109,7 +117,7 @@ def _gate_outputs(out: Tensor, read: Tensor, z: Tensor, rule: SupportedRule, val
     total = read.numel()
     if isinstance(rule, SelectiveScan) or rule.norm_weight is None:
         grid, sizes = (cdiv(total, _GATE_BLOCK),), (_GATE_BLOCK, 1, _GATE_BLOCK)
-        norm_and_gate[grid](out, read, z, read, total, 0.0, *sizes, False, False, False, num_warps=4)
+        norm_and_gate[grid](out, read, z, read, total, 0.0, *sizes, False, False, False, False, num_warps=4)
         return
     of_delta = isinstance(rule, DeltaRule)
     pieces = 1 if isinstance(rule, DeltaRule) else rule.num_groups
@@ -117,6 +125,7 @@ def _gate_outputs(out: Tensor, read: Tensor, z: Tensor, rule: SupportedRule, val
     block = next_power_of_2(size)
     first = of_delta or (isinstance(rule, StateSpace) and rule.norm_before_gate)
     warps = min(16, max(1, block // 512))
+    flags = (True, first, not of_delta, isinstance(rule, DeltaRule) and rule.has_sigmoid_gate)
     norm_and_gate[total // size,](
-        out, read, z, rule.norm_weight, total, rule.eps, size, pieces, block, True, first, not of_delta, num_warps=warps
+        out, read, z, rule.norm_weight, total, rule.eps, size, pieces, block, *flags, num_warps=warps
     )

@@ -11,6 +11,7 @@ Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
 """Bounds for sizes of hidden states, heads and MLPs, and for numbers of heads and experts."""
 WidthOrZero = Annotated[int, Meta(ge=0, le=2**24)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e12)]
+ConvWidth = Annotated[int, Meta(ge=2, le=16)]
 ShortText = Annotated[str, Meta(max_length=256)]
 _LayerIndex = Annotated[int, Meta(ge=0, le=4096)]
 
@@ -43,3 +44,27 @@ class Gemma4Fields(TypedDict, total=False):
     hidden_size_per_layer_input: WidthOrZero | None
     vocab_size_per_layer_input: Annotated[int, Meta(ge=1, le=2**26)] | None
     enable_moe_block: bool | None
+
+
+class LinearAttnConfig(TypedDict, total=False):
+    """Layers count from 1."""
+
+    num_heads: Width | None
+    head_dim: Width | None
+    short_conv_kernel_size: ConvWidth | None
+    kda_layers: Annotated[list[_LayerIndex], Meta(max_length=4096)] | None
+    full_attn_layers: Annotated[list[_LayerIndex], Meta(max_length=4096)] | None
+    gate_lower_bound: float | None
+    use_full_rank_gate: bool | None
+
+
+class KimiLinearFields(TypedDict, total=False):
+    linear_attn_config: LinearAttnConfig | None
+    linear_num_heads: Width | None
+    linear_head_dim: Width | None
+    mla_use_nope: bool | None
+    mla_use_output_gate: bool | None
+    moe_layer_freq: Width | None
+    moe_router_activation_func: ShortText | None
+    attn_res_block_size: WidthOrZero | None
+    routed_expert_hidden_size: WidthOrZero | None

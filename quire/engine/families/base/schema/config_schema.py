@@ -10,8 +10,10 @@ from msgspec import Meta
 
 from quire.engine.families.base.schema.config_objects import (
     AttnConfig,
+    ConvWidth,
     EagleConfig,
     Gemma4Fields,
+    KimiLinearFields,
     PositiveFloat,
     ShortText,
     Width,
@@ -88,7 +90,7 @@ class RopesByLayerType(RopeFields, total=False):
     sliding_attention: RopeFields | None
 
 
-class CommonConfigFields(Gemma4Fields, total=False):
+class CommonConfigFields(Gemma4Fields, KimiLinearFields, total=False):
     """Read by the server and `quire plan`."""
 
     model_type: ShortText | None
@@ -111,7 +113,7 @@ class CommonConfigFields(Gemma4Fields, total=False):
     use_sliding_window: bool | None
     max_window_layers: _NumLayersOrZero | None
     full_attn_idxs: list[int] | None
-    conv_L_cache: Annotated[int, Meta(ge=2, le=16)] | None
+    conv_L_cache: ConvWidth | None
     conv_bias: bool | None
     block_ff_dim: Width | None
     block_multiple_of: Width | None
@@ -120,7 +122,7 @@ class CommonConfigFields(Gemma4Fields, total=False):
     lm_head_bias: bool | None
     tie_embedding: bool | None
     full_attention_interval: _NumLayers | None
-    linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=16)] | None
+    linear_conv_kernel_dim: ConvWidth | None
     linear_key_head_dim: Width | None
     linear_value_head_dim: Width | None
     linear_num_key_heads: Width | None
@@ -133,7 +135,7 @@ class CommonConfigFields(Gemma4Fields, total=False):
     mamba_d_head: Width | ShortText | None
     mamba_n_groups: Width | None
     mamba_d_state: Width | None
-    mamba_d_conv: Annotated[int, Meta(ge=2, le=16)] | None
+    mamba_d_conv: ConvWidth | None
     mamba_d_ssm: Width | None
     mamba_expand: Width | None
     mamba_conv_bias: bool | None
