@@ -154,9 +154,9 @@ void attends_latents() {
   auto kv = numbers<T>(tokens * dim), out = numbers<T>(tokens * heads * latent, true);
   auto norm = numbers<float>(latent), cos_sin = numbers<float>(tokens * rotated);
   Kernels<T>::linear_blocks(&blocks, x.get(), q.get(), tokens, threads);
-  int failed =
-      Kernels<T>::latent_store(q.get(), kv.get(), norm.get(), cos_sin.get(), draw(0, 1), positions.get(), slots.get(),
-                               cache.get(), &format, stride, tokens, pages, heads, latent, rotated, 1e-5f, threads);
+  int failed = Kernels<T>::latent_store(q.get(), kv.get(), norm.get(), draw(0, 1) ? cos_sin.get() : nullptr, draw(0, 1),
+                                        positions.get(), slots.get(), cache.get(), &format, stride, tokens, pages,
+                                        heads, latent, rotated, 1e-5f, threads);
   failed |= Kernels<T>::paged_attention(out.get(), q.get(), cache.get(), cache.get(), &format, starts.get(),
                                         contexts.get(), table.get(), pages, stride, stride, pages, 1, heads, 1, dim,
                                         0.2f, 0, 0.0f, 0, nullptr, 0, 0, nullptr, latent, threads);

@@ -57,6 +57,7 @@ def test_mla_probe_passes_triton(
         ("falcon_h1", torch.bfloat16),
         ("nemotron_h", torch.float16),
         ("jamba", torch.bfloat16),
+        ("kimi_linear", torch.bfloat16),
     ],
 )
 def test_recurrence_probe_passes_triton(device: torch.device, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
