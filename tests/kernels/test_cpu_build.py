@@ -190,9 +190,9 @@ def test_neon_kernels_match_plain_kernels(tmp_path: Path) -> None:
 
 WITHOUT_THREADS = """
 import os, resource, torch
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 
-cpu = Cpu()
+cpu = CpuBackend()
 torch.set_num_threads(1)
 x = torch.randn(300, 704)
 wanted = cpu.silu_mul(x)

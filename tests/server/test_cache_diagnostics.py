@@ -117,7 +117,7 @@ def test_long_cache_salts_take_no_more_memory_than_is_counted() -> None:
     tracemalloc.start()
     try:
         for number in range(200):
-            recent.remember_prompt("me", f"{number:_>1024}\U0001f600", f"msg_{number}", one)
+            recent.add_prompt("me", f"{number:_>1024}\U0001f600", f"msg_{number}", one)
         assert tracemalloc.get_traced_memory()[0] < recent.total_bytes
     finally:
         tracemalloc.stop()

@@ -209,7 +209,7 @@ class PackedLayer:
     """A part's packed linear."""
 
     def __init__(self, packed: Linear) -> None:
-        self.packed = packed
+        self.packed_linear = packed
 
 
 def make_norm(weight: Tensor, bias: Tensor | None = None) -> NormWeights:
@@ -241,7 +241,7 @@ def test_linears_share_one_activation_rounding(
     several, beside, plain = pack(scales, blocks), pack(scales), pack(whole)
     integers = pack(grouped(16, 256, 256, 8, generator))
     dense = PackedLayer(backend.pack_linear(torch.randn((8, 256), generator=generator).to(device).bfloat16(), None))
-    assert len(several.packed.parts) == 2
+    assert len(several.packed_linear.parts) == 2
     weight, bias = torch.randn((2, 256), generator=generator).to(device)
     x, residual = torch.randn((2, 20, 256), generator=generator).to(device).bfloat16()
     norm = make_norm(weight, bias if centred else None)
@@ -253,18 +253,20 @@ def test_linears_share_one_activation_rounding(
         ((plain, dense), 0),
     ):
         separate, total = norm.add_and_norm(backend, "norm", x.clone(), residual.clone())
-        wanted = [backend.apply_linear(each.packed, separate, NO_ADAPTERS) for each in readers]
+        wanted = [backend.apply_linear(each.packed_linear, separate, NO_ADAPTERS) for each in readers]
         times.clear()
         read, summed = norm.norm_for_linears(readers, backend, "norm", x.clone(), residual.clone())
         assert torch.equal(summed, total)
-        found = [backend.apply_linear(each.packed, read, NO_ADAPTERS) for each in readers]
+        found = [backend.apply_linear(each.packed_linear, read, NO_ADAPTERS) for each in readers]
         assert all(map(torch.equal, found, wanted))
         assert len(times) == again
     gate_up = torch.randn((20, 512), generator=generator).to(device).bfloat16()
     times.clear()
     read = activate_gate_up(backend, gate_up, several)
     assert isinstance(read, RoundedActivations)
-    assert torch.equal(several.packed(read, NO_ADAPTERS), several.packed(backend.silu_mul(gate_up), NO_ADAPTERS))
+    assert torch.equal(
+        several.packed_linear(read, NO_ADAPTERS), several.packed_linear(backend.silu_mul(gate_up), NO_ADAPTERS)
+    )
     assert len(times) == 1, "of the separate way alone"
 
 
@@ -298,7 +300,7 @@ def test_watched_linear_receives_unrounded_input(device: torch.device, generator
     x = torch.randn((20, 256), generator=generator).to(device).bfloat16()
     norm = make_norm(torch.ones(256, device=device))
     read, _ = norm.norm_for_linears((watched,), TritonBackend(), "norm", x, None)
-    TritonBackend().apply_linear(watched.packed, read, NO_ADAPTERS)
+    TritonBackend().apply_linear(watched.packed_linear, read, NO_ADAPTERS)
     assert torch.equal(seen[0], triton_fused.rms_norm(x, torch.ones(256, device=device), 1e-6))
 
 
