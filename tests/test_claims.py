@@ -1,4 +1,4 @@
-"""docs/explanations/benchmarks.md matches benchmarks.claims in the rows that are equal on every machine."""
+"""docs/internals/lab-notes/published-claims.md matches benchmarks.claims in the rows that are equal on every machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.claims.memory import waste
 from benchmarks.claims.plan import plans
 from tests.tree import ROOT
 
-DOCUMENT = (ROOT / "docs/explanations/benchmarks.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs/internals/lab-notes/published-claims.md").read_text(encoding="utf-8")
 
 
 def cells(claim: str) -> list[str]:

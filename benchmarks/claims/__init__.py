@@ -1,5 +1,5 @@
 """Measures published claims on paged attention, continuous batching and related mechanisms, each against its
 switch-off.
 
-`python -m benchmarks.claims [NAME ...]`. docs/explanations/benchmarks.md has a run's table.
+`python -m benchmarks.claims [NAME ...]`. docs/internals/lab-notes/published-claims.md has a run's table.
 """

@@ -230,7 +230,7 @@ def test_models_table_marks_models_that_do_not_fit(
 
 def test_documents_contain_current_models_table() -> None:
     rows = table.format_laptops_markdown()
-    assert rows in (ROOT / "docs/guides/models.md").read_text()
+    assert rows in (ROOT / "docs/reference/short-names.md").read_text()
     shown = re.findall(
         r"^\|(`\w.*?`)\|(.*? GiB)\|(?:at most )?(\d+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
