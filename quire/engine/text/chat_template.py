@@ -106,8 +106,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """With continue_final_message, the prompt ends where the last message's content ends. See
-        docs/guides/chat-and-agents.md.
+        """With continue_final_message, the prompt ends where the last message's content ends.
 
         Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
         """
