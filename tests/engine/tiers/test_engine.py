@@ -304,7 +304,7 @@ def test_invalid_tier_settings_are_rejected(options: dict[str, object], param: s
 
 @compiled
 def test_custom_tier_example_shares_blocks_between_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/guides/prefix-caching.md: two servers share a folder, and somebody changes blocks in it."""
+    """The example of docs/reference/settings.md: two servers share a folder, and somebody changes blocks in it."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "kv_tiers")
     monkeypatch.setenv("SHARED_PAGES", str(tmp_path / "shared"))
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
