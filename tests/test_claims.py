@@ -1,4 +1,4 @@
-"""docs/internals/lab-notes/published-claims.md matches benchmarks.claims in the rows that are equal on every machine."""
+"""docs/internals/lab-notes/published-claims.md matches benchmarks.claims in rows that are equal on every machine."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ NOT_RUN = {
         "it wants a model with experts; tests/engine/test_expert_parallel.py and test_experts_on_disk.py make some",
     ),
     "quire serve Qwen/Qwen3.5-4B": "downloads 9 GB",
+    "quire serve nvidia/Llama-3.1-8B-Instruct-FP8": "downloads 9 GB; tests/quantized_models.py makes tiny ones",
     "quire serve Qwen/Qwen2.5-Coder": "downloads 3 GB; tests/server/routes/test_llama_cpp.py has its tokens",
     "quire serve MODEL --cpu-offload-gb": "it wants a GPU; tests/engine/test_layers_from_host.py plays one",
     "quire serve OWNER/MODEL --config gpu-": "a GPU; tests/server/cli/test_settings_flags.py reads the presets",
