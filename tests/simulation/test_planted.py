@@ -37,7 +37,7 @@ from tests.simulation.test_simulation import simulate
 from tests.tiers import runs_rest, slow
 
 SEEDS = 1000 if runs_rest() else 150
-FIRST_SEEDS = {"results_deleted_that_are_known": 880}
+FIRST_SEEDS = {"results_deleted_that_are_known": 880, "joining_process_registers_no_calls": 1290}
 """Where the search begins for faults that the first hundreds of seeds do not find; that search took a quarter of an
 hour.
 """

@@ -67,7 +67,7 @@ def _describe_turn(record: RequestRecord, timeline: Timeline) -> dict[str, Any]:
         "id": record.answer_id,
         "created": record.created_at,
         **_token_counts(timeline),
-        "first_token_ms": None if first is None else round((first - record.arrived_at) * 1000, 3),
+        "first_token_ms": None if first is None else round((first - min(record.arrived_at, timeline.submitted_at)) * 1000, 3),
     }
 
 

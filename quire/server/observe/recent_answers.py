@@ -9,7 +9,7 @@ from typing import Any
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.core.fair_queue import OUTPUT_TOKEN_COST
 from quire.engine.core.request_history import RequestHistory, Timeline
-from quire.server.observe.request_explanation import phase_seconds, to_milliseconds
+from quire.server.observe.request_explanation import answer_start, phase_seconds, to_milliseconds
 from quire.server.observe.request_log import RequestLog, RequestRecord
 
 MAX_ANSWERS = 1000
@@ -86,7 +86,7 @@ def _describe_answer(record: RequestRecord, sequences: Sequence[Timeline], now: 
         "tenant": record.owner,
         "created": record.created_at,
         "status": record.status,
-        "wall_ms": to_milliseconds(now - record.arrived_at),
+        "wall_ms": to_milliseconds(now - answer_start(record, sequences)),
         "phases_ms": {
             name: to_milliseconds(seconds) for name, seconds in phase_seconds(record, sequences, now).items()
         },

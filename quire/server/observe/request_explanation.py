@@ -37,6 +37,7 @@ def explain_request(
     """`may_show` takes a sequence id; rejected mates are only counted. `decode_tokens`: see describe_prefix_use."""
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
+    start = answer_start(record, timelines)
     mates, steps = _BatchMateLookup(may_show), max(1, MAX_STEPS // max(1, len(timelines)))
     return {
         "object": "request.explanation",
@@ -47,15 +48,22 @@ def explain_request(
         "created": int(record.created_at),
         "status": record.status,
         "state": "open" if record.ended_at is None else "ended",
-        "wall_ms": to_milliseconds(now - record.arrived_at),
+        "wall_ms": to_milliseconds(now - start),
         "phases_ms": {
             name: to_milliseconds(seconds) for name, seconds in phase_seconds(record, timelines, now).items()
         },
         "sequences": [
-            _explain_sequence(each, record, now, mates, steps) | {"prefix": describe_prefix_use(each, decode_tokens)}
+            _explain_sequence(each, start, now, mates, steps) | {"prefix": describe_prefix_use(each, decode_tokens)}
             for each in timelines
         ],
     }
+
+
+def answer_start(record: RequestRecord, timelines: Sequence[Timeline]) -> float:
+    """time.monotonic() of the request's arrival, or of the first submission, which precedes the request that resumes a
+    stream.
+    """
+    return min([record.arrived_at, *(each.submitted_at for each in timelines)])
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
@@ -66,17 +74,19 @@ def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: flo
         return {"prepare": now - record.arrived_at}
     last = max(timelines, key=lambda each: now if each.ended_at is None else each.ended_at)
     ended = now if last.ended_at is None else last.ended_at
-    seconds_by_phase = {"prepare": last.submitted_at - record.arrived_at}
+    seconds_by_phase = {"prepare": last.submitted_at - answer_start(record, timelines)}
     seconds_by_phase.update(last.phase_seconds(ended))
     seconds_by_phase["answer"] = max(now - ended, 0.0)
     return seconds_by_phase
 
 
 def _explain_sequence(
-    timeline: Timeline, record: RequestRecord, now: float, mates: _BatchMateLookup, steps: int
+    timeline: Timeline, start: float, now: float, mates: _BatchMateLookup, steps: int
 ) -> dict[str, Any]:
-    def ms_since_arrival(at: float) -> float:
-        return to_milliseconds(at - record.arrived_at)
+    """`start`: see answer_start."""
+
+    def ms_since_start(at: float) -> float:
+        return to_milliseconds(at - start)
 
     first = timeline.first_token_at
     return {
@@ -89,18 +99,18 @@ def _explain_sequence(
         "draft_tokens": timeline.draft_tokens,
         "accepted_draft_tokens": sum(timeline.accepted_by_source),
         "accepted_draft_tokens_by_source": dict(zip_longest(DRAFT_SOURCES, timeline.accepted_by_source, fillvalue=0)),
-        "first_token_ms": None if first is None else ms_since_arrival(first),
+        "first_token_ms": None if first is None else ms_since_start(first),
         "phases_ms": {name: to_milliseconds(seconds) for name, seconds in timeline.phase_seconds(now).items()},
-        "events": [{"at_ms": ms_since_arrival(at), "phase": phase} for at, phase in timeline.marks],
+        "events": [{"at_ms": ms_since_start(at), "phase": phase} for at, phase in timeline.marks],
         "preemptions": timeline.count_phase("preempted"),
         "replays": timeline.count_phase("recovering"),
         "fetched": [
-            {"at_ms": ms_since_arrival(began), "tier": tier, "tokens": tokens, "ms": to_milliseconds(ended - began)}
+            {"at_ms": ms_since_start(began), "tier": tier, "tokens": tokens, "ms": to_milliseconds(ended - began)}
             for tier, tokens, began, ended in timeline.tier_loads
         ],
         "chunks": [
             {
-                "at_ms": ms_since_arrival(step.record.began_at),
+                "at_ms": ms_since_start(step.record.began_at),
                 "ms": to_milliseconds(step.record.applied_at - step.record.began_at),
                 "engine": step.engine_number,
                 "step": step.record.number,
@@ -114,7 +124,7 @@ def _explain_sequence(
         ],
         "adapter_loads": [
             {
-                "at_ms": ms_since_arrival(step.record.began_at),
+                "at_ms": ms_since_start(step.record.began_at),
                 "engine": step.engine_number,
                 "step": step.record.number,
                 "adapter": name,
@@ -123,13 +133,13 @@ def _explain_sequence(
             for step in timeline.steps[:steps]
             for name, seconds in step.record.adapter_loads
         ],
-        "batches": _explain_batches(timeline.id, timeline.steps[:steps], ms_since_arrival, mates),
+        "batches": _explain_batches(timeline.id, timeline.steps[:steps], ms_since_start, mates),
         "steps_not_listed": timeline.num_dropped_steps + len(timeline.steps[steps:]),
     }
 
 
 def _explain_batches(
-    sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMateLookup
+    sequence: str, listed: Sequence[StepEntry], ms_since_start: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
     """Successive steps with equal mates become one entry."""
     entries = []
@@ -138,7 +148,7 @@ def _explain_batches(
         visible_mates = mates.find_visible_mates(ids, sequence)
         entries.append(
             {
-                "at_ms": ms_since_arrival(run_steps[0].record.began_at),
+                "at_ms": ms_since_start(run_steps[0].record.began_at),
                 "ms": to_milliseconds(run_steps[-1].record.applied_at - run_steps[0].record.began_at),
                 "engine": engine,
                 "first_step": run_steps[0].record.number,

@@ -174,6 +174,18 @@ def test_phases_of_preempted_and_replayed_request_equal_hand_count() -> None:
     assert history.open_timelines == []
 
 
+def test_explanation_of_resumed_stream_begins_with_its_submission() -> None:
+    history = RequestHistory(clock=lambda: 10.0)
+    history.record_submission(request("cmpl-a-0"))
+    history.record_step([EngineCoreOutput("cmpl-a-0", [7], finish_reason="stop")], record(1, 11.0, 12.0, []))
+    reader = RequestRecord("r", "GET", "/v1/streams/cmpl-a", None, arrived_at=100.0, ended_at=101.0)
+    reader.internal_id = "cmpl-a"
+    explanation = explain_request(reader, history, lambda sequence: True)
+    assert explanation["wall_ms"] == 91_000.0
+    assert min(explanation["phases_ms"].values()) >= 0.0
+    assert sum(explanation["phases_ms"].values()) == explanation["wall_ms"]
+
+
 def test_explanation_bounds_steps_and_batch_mates() -> None:
     """The answer has many sequences, in large batches that differ from step to step."""
     history, ids = RequestHistory(), [f"cmpl-a-{i}" for i in range(64)]
