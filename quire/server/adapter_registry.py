@@ -145,7 +145,7 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Atomic, readable by this user only. None: nothing is stored. Errors are only logged."""
+    """Write atomically, readable by this user only. Only logs errors. `file` None: nothing is stored."""
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -183,7 +183,7 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds, during the model's load. Raises ConfigError if --lora-modules are missing here or do not fit.
+    """Takes milliseconds, while the model loads. Raises ConfigError if --lora-modules are missing or do not fit.
     `modules` None or empty: unknown.
     """
     configured_adapter_names(config)

@@ -1,6 +1,5 @@
-"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's prompt.
-
-They compare requests and ignore what the prefix cache holds. quire/engine/prefix_misses explains actual cache misses.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's. They compare
+requests, whatever the prefix cache holds; quire/engine/prefix_misses explains actual misses.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
 """Some 70 prompts of 100,000 tokens."""
 MAX_TOTAL_BYTES = 32 << 20
-"""For all owners together."""
 _OVERHEAD_BYTES = 700
-"""Memory of a fingerprint and its id, beyond the digests."""
+"""Memory of a fingerprint and its id, without the digests."""
 SETTINGS = "settings"
-"""Key of the fingerprint part for which neither vendor has a reason."""
+"""The part for which neither vendor has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
 class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
-    """unavailable: there was no comparison, or no vendor's reason fits the change."""
+    """unavailable: there was no comparison, or no vendor's reason fits."""
     changed: str = ""
-    """Key of the first fingerprint part that changed, or messages."""
+    """Key of the first part that changed, or messages."""
     missed_tokens: int = 0
     """Tokens of the shorter prompt after the common prefix, in full blocks."""
     reusable_tokens: int = 0
@@ -50,10 +48,10 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
-    """DIGEST_BYTES per BLOCK_TOKENS tokens; without the tokens after the last full block, which are never cached."""
+    """DIGEST_BYTES per BLOCK_TOKENS tokens. Tokens after the last full block are never cached."""
 
     def with_model(self, *identity: str) -> PromptFingerprint:
-        """`identity`: prompts with another one share no blocks with this one."""
+        """Prompts share blocks only if they have the same `identity`."""
         return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
 
     @property
@@ -78,8 +76,8 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """ "" if messages were only appended. Blocks may differ even then: a chat template may render earlier messages
-        differently.
+        """Empty if messages were only appended. Blocks may differ even then: a chat template may render earlier
+        messages differently.
         """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
         return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
@@ -88,7 +86,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
 def make_fingerprint(
     parts: Mapping[str, object], messages: Sequence[object], prompt_ids: Sequence[int], spans: Sequence[MediaSpan]
 ) -> PromptFingerprint:
-    """`parts` and `messages`: JSON values; the order of keys counts, because templates render it."""
+    """`parts` and `messages`: JSON values. The order of keys counts, because templates render it."""
     tokens = encode_prompt_tokens(prompt_ids, spans)
     size = BLOCK_TOKENS * TOKEN_BYTES
     return PromptFingerprint(
@@ -107,7 +105,7 @@ def _digest(content: bytes) -> bytes:
 
 
 class RecentPrompts:
-    """Fingerprints of recent answers' prompts, by owner. An owner above its limit loses its oldest prompts. Above the
+    """Fingerprints of recent answers' prompts, by owner. An owner above its limit loses its oldest prompts; above the
     total limit, the largest owner does.
     """
 

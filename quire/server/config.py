@@ -247,7 +247,7 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Default: the hub id; the folder's name, or config.json's if that says nothing; or the GGUF file's stem."""
+        """Default: the hub id; the folder's name, or config.json's if that says nothing; the GGUF file's stem."""
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:

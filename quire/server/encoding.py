@@ -10,7 +10,7 @@ import msgspec
 from quire.engine.processes.utility_calls import method_call_codec as method_call_codec
 
 encode_json = msgspec.json.Encoder().encode
-"""Compact UTF-8. Raises UnicodeEncodeError for half a surrogate pair."""
+"""Raises UnicodeEncodeError for half a surrogate pair."""
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -18,7 +18,7 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 PING_EVENT = b": ping\n\n"
-"""Keeps a silent stream alive; clients skip it."""
+"""Clients skip it."""
 
 
 def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> bytes:
@@ -49,7 +49,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
-    """Serves other processes' calls of `method`. An empty body means no arguments; a result of None stays None."""
+    """Serves other processes' calls of `method`. An empty body means no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
         arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None

@@ -35,7 +35,7 @@ class PeerLink(Protocol):
 
 
 class Peers:
-    """For the event loop only."""
+    """Only for the event loop."""
 
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
         """`link` None: no other processes. `calls` None: nothing is stored."""

@@ -1,5 +1,5 @@
-"""Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-what it lately sent them. Prompts are hashed as in engine/core/block_pool.py. No clock, no input and no output here.
+"""Decides which replica computes a request. The router infers what replicas have cached from what it sent them. Prompts
+are hashed as in engine/core/block_pool.py. No clock and no I/O.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 PIECE = 16
 """Tokens per hash."""
 MOST_PIECES = 2**16
-"""Pieces remembered per replica: a million tokens, in some 10 MB."""
+"""Pieces remembered per replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
-"""A replica gets no request, however long its cached prefix, while it has this many more open ones than the least busy.
-"""
+"""A replica with this many more open requests than the least busy one gets no new request."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
-    """Hashes of a prompt's full pieces, each covering all tokens before its end. Prompts with different salts or
-    adapters share none.
-    """
+    """Each hash covers all tokens before its end, the salt and the adapter."""
     ids = request.prompt_ids
     parent, hashes = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
@@ -33,7 +30,7 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
 
 
 class Router:
-    """Must learn of each request's end, and of each replica that loses its cache."""
+    """Must be told when requests end and replicas lose their cache."""
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
@@ -45,10 +42,9 @@ class Router:
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Choose one of these replicas for a request with this prefix, and count the request as open there.
-
-        A request in the batch costs about as much as computing a piece. So the longest cached prefix wins, unless its
-        replica's lead in open requests over the least loaded one exceeds its lead in cached pieces, or MOST_AHEAD.
+        """Choose a replica for this prefix, and count the request as open there.
+        The longest cached prefix wins, unless that replica's excess of open requests over the least loaded one exceeds
+        its excess of cached pieces, or MOST_AHEAD: a request in the batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))
@@ -64,11 +60,11 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
-        """The replica's cache is empty now. Its open requests stay open."""
+        """Open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:
-        """Number of leading pieces that the replica should have."""
+        """Number of leading pieces that the replica probably has."""
         sent, count = self._sent[replica], 0
         for piece in pieces:
             if piece not in sent:

@@ -40,7 +40,7 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     shape: tuple[int, ...]
-    """Contiguous axis last, the reverse of the file."""
+    """In reverse of the file's order: the contiguous axis is last."""
     type: GGMLType
     file: Path
     offset: int
@@ -81,7 +81,6 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
-        """[] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -112,8 +111,6 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class ByteSource(Protocol):
-    """Read sequentially."""
-
     def read(self, length: int, /) -> bytes:
         """May return more than `length` bytes; fewer only at the end."""
 

@@ -67,7 +67,6 @@ def config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _find_family(metadata: GGUFMetadata) -> tuple[DecoderFamily, GGUFFormat]:
-    """Raises ModelError."""
     arch = metadata.architecture
     if not (families := find_gguf_families(arch)):
         known = ", ".join(gguf_architectures())
@@ -103,7 +102,7 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raise ModelError if keys and values differ in size, or for unexpected partial RoPE."""
+    """Raises ModelError if keys and values differ in size, or for unexpected partial RoPE."""
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
@@ -111,7 +110,7 @@ def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: in
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
-    """A scalar, or equal values per layer. `ignore_zeros` skips zeros."""
+    """A scalar, or a list of equal values per layer."""
     if not metadata.is_list(key):
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
@@ -186,7 +185,7 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
 def _longrope_parameters(
     header: GGUFHeader, metadata: GGUFMetadata, rope: dict[str, Any], long: GGUFTensor
 ) -> dict[str, Any]:
-    """The factors are tensors. Raises ModelError."""
+    """The factors are tensors."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
@@ -201,7 +200,7 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Without the factor. Raises ModelError."""
+    """Leaves out the factor."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
@@ -227,7 +226,6 @@ def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _read_floats(header: GGUFHeader, name: str, tensor: GGUFTensor) -> list[float]:
-    """Raises ModelError unless the tensor is a small float32 one."""
     if tensor.type.name != "F32" or tensor.num_elements > _MAX_ROPE_FACTORS:
         raise ModelError(f"model: {header.name}: {name}: expected up to {_MAX_ROPE_FACTORS} numbers of type F32")
     file = open_if_present(tensor.file)

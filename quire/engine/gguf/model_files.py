@@ -39,9 +39,7 @@ def find_model_in_python_package(name: str) -> Path | None:
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file, or the first part of a split one. None if there is none, or if there are safetensors.
-    Raises ModelError for several.
-    """
+    """The GGUF file, or the first part of a split one. None if there are safetensors. Raises ModelError for several."""
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
     files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]
@@ -55,7 +53,7 @@ def find_gguf_file(path: Path) -> Path | None:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Merge the headers of all parts. Raises ModelError."""
+    """Merges the headers of all parts. Raises ModelError."""
     header = read_header(path)
     count = header.get_integer("split.count") or 1
     if count == 1:

@@ -1,4 +1,4 @@
-r"""Patterns of byte-level pre-tokenizers, keyed by llama.cpp's names (tokenizer.ggml.pre) and equivalent to those in
+"""Patterns of byte-level pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to those in
 tokenizer.json. Each in turn splits into matches and the text between.
 """
 

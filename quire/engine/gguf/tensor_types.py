@@ -1,4 +1,4 @@
-"""Source: tables of ggml.h and its quants, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""From ggml.h and its quants: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""Keyed by type number in GGUF files."""
+"""By type number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

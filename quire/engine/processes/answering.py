@@ -5,12 +5,10 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
-"""Maps a question's body to the answer's; None: no answer."""
+"""Maps a question's body to the answer's. None: no answer."""
 
 
 class Answering:
-    """Answers other processes' questions by topic."""
-
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
 
@@ -22,7 +20,7 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Returns None also if the handler fails: a failed question must end nothing else."""
+        """Returns None if the handler fails, because a failed question must end nothing else."""
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:

@@ -1,6 +1,5 @@
-"""A child process, which ends at the latest with its parent.
-
-`read_configuration`, `end_with_parent` and `die_with_parent` run in the child.
+"""A child process that ends no later than its parent. `read_configuration`, `end_with_parent` and `die_with_parent` run
+in the child.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Python arguments that run one of our modules. -P is needed because `-m` alone searches the current directory
-    first, and a random.py there would replace Python's.
+    """Python arguments that run one of our modules. Without -P, a random.py in the current directory would replace
+    Python's.
     """
     return ("-P", "-m", name)
 
 
 class Child:
-    """Runs Python with these arguments. The configuration is the first line of standard input, which stays open as long
-    as the parent lives. Raises OSError if no process can be started.
+    """Runs Python. The configuration is the first line of standard input, which stays open while the parent lives.
+    Raises OSError if no process can be started.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Child:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        # In its own session the child does not get the terminal's Ctrl-C: the parent decides what happens.
+        # Its own session keeps the terminal's Ctrl-C from the child: the parent decides what happens.
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -66,7 +65,6 @@ class Child:
             self.tell(configuration)
 
     def tell(self, configuration: bytes) -> None:
-        """Send the configuration, if the constructor did not."""
         with suppress(BrokenPipeError):  # the child has ended, which `wait_for_exit` reports
             self.send(configuration + b"\n")
 
@@ -91,7 +89,7 @@ class Child:
         return self.process.wait()
 
     async def wait_for_exit(self, seconds: float = math.inf) -> int:
-        """Returns the return code. Kills the process after `seconds`."""
+        """Return the exit code. Kills the process after `seconds`."""
         for _ in _kill_after([self], seconds):
             await asyncio.sleep(_POLL_SECONDS)
         self.end()
@@ -100,7 +98,6 @@ class Child:
         return code
 
     async def stop(self, seconds: float) -> None:
-        """See `end_processes`."""
         self.end()
         await self.wait_for_exit(seconds)
 
@@ -117,7 +114,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Ask the processes to end, wait up to `seconds` for all of them together, then kill the rest."""
+    """Ask the processes to end, wait up to `seconds` for all of them, then kill the rest."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -136,9 +133,7 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """The child's working directory; None: ours. If ours was deleted, another, because PyTorch's libraries need one to
-    load.
-    """
+    """The child's working directory; None: ours. PyTorch's libraries need one to load, so a deleted one is replaced."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -147,7 +142,7 @@ def _directory() -> str | None:
 
 
 def read_configuration() -> bytes:
-    """Read one line of standard input and not a byte more: `end_with_parent` reads what follows."""
+    """Read one line of standard input and no byte more, because `end_with_parent` reads the rest."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -155,7 +150,6 @@ def read_configuration() -> bytes:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, which closes our standard input."""
 
     def wait() -> None:
         while os.read(0, 4096):
@@ -167,9 +161,8 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent ends, even if a step hangs or the process is stopped,
-    so that no thread reads standard input. If the parent ended before this call, standard input is already closed, and
-    this process exits here.
+    """On Linux, let the kernel kill this process when its parent ends, because a hanging or stopped process does not
+    read standard input. If the parent has already ended, exit.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

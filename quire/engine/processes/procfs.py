@@ -1,5 +1,5 @@
-"""Run state, waiting time and memory of a process, from Linux's /proc and control groups. On other systems a process
-never counts as stopped or waiting.
+"""A process's state, waiting time and memory, from Linux's /proc and control groups. On other systems a process never
+counts as stopped or waiting.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures the time between two checks of another process, except time in which this process could not check: if
-    this one was stopped, the other may have been too.
+    """Measures the time between checks of another process. Leaves out time in which this process could not check:
+    whatever stopped it may have stopped the other.
     """
 
     def __init__(self, period: float) -> None:
-        """`period`: seconds between two checks; at most twice as many count."""
+        """`period`: seconds between checks; an interval counts for at most twice this."""
         self._period = period
         self._last_look = clock.monotonic()
 
@@ -26,8 +26,8 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts the seconds in which a process could have computed, excluding time in which one of its threads waited for
-    a processor or a disk. So a slow engine on an overloaded machine is not mistaken for a hanging one.
+    """Counts the seconds in which a process could have computed: not those in which one of its threads waited for a
+    processor or a disk. So an engine that is slow on an overloaded machine does not count as hanging.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
@@ -49,11 +49,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Count `elapsed` seconds of wall-clock time; with `inspect`, minus the time that the process's threads waited.
-
-        An inspection reads two files per thread: request it only if needed. The first inspection after a pause counts
-        all of `elapsed`, for lack of an earlier value. The kernel reports a wait only when it is over, so the clock may
-        go back a little.
+        """Add `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited.
+        Inspect only if needed: it reads two files per thread. The first inspection after a pause has no earlier value
+        and subtracts nothing. The kernel reports a wait when it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -78,7 +76,7 @@ class RunnableClock:
 
 
 class Standstill:
-    """Counts how long a process that could have computed did nothing, because it is stopped or waits in vain."""
+    """Counts how long a process that could have computed did nothing."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._folder = proc / str(pid)
@@ -88,7 +86,7 @@ class Standstill:
         """Clock value when the process last computed."""
 
     def advance(self, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds. Returns the seconds of standstill."""
+        """Add `elapsed` wall-clock seconds, and return the seconds of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -101,15 +99,15 @@ class Stopped:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds. Returns the process's stopped seconds."""
+        """Add `elapsed` wall-clock seconds, and return the seconds the process has been stopped."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Processor time of all threads; None if unreadable. `process`: its directory in /proc."""
+    """Clock ticks used by all threads; None if unreadable. `process`: its directory in /proc."""
     try:
-        # Fields 14 and 15; `state` explains the split.
+        # Fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
         return int(user) + int(system)
     except (OSError, ValueError):
@@ -117,7 +115,7 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """Returns the total seconds spent waiting for a processor, and whether the thread now waits for a disk."""
+    """Return the total seconds waited for a processor, and whether the thread now waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -128,7 +126,7 @@ def _thread_waits(task: Path) -> tuple[float, bool]:
 def state(process: Path) -> str:
     """State letter of a process or thread, by its directory in /proc; "" if it does not exist."""
     try:
-        # The field before the state is the name in brackets, which may contain spaces and brackets.
+        # The name before it, in brackets, may contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
@@ -139,8 +137,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes ever killed by the kernel for lack of memory; None if unknown. Counts our control group if it reports a
-    number, else the whole machine.
+    """Number of processes the kernel killed for lack of memory in our control group, or on the machine if the group
+    reports none. None: unknown.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
@@ -152,7 +150,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """memory.events (control groups v2) of the group of this process and its children."""
+    """memory.events (control groups v2) of this process's group."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -162,7 +160,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """This process's memory in RAM; 0 without /proc."""
+    """0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -1,4 +1,4 @@
-"""Tasks that run until they are cancelled together."""
+"""Tasks that are cancelled together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Calls of another process's methods by name, for everything except requests, aborts and outputs.
-
-A class declares the methods that a process answers. A method's signature defines the struct of its arguments and its
-result.
+"""Calls another process's methods by name: everything except requests, aborts and outputs. A class declares the
+methods; their signatures define the structs of arguments and results.
 """
 
 from __future__ import annotations
@@ -21,19 +19,15 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Id of a process's start, if that counts as a call. Its result may be an error at any time: the process cannot start
-or continue.
-"""
+"""Id of a process's start, which may fail at any time: the process cannot start or continue."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error sent to another process."""
-
     kind: str
-    """Name of a class in engine/common/errors.py."""
+    """Class name in engine/common/errors.py."""
     message: str
     param: str | None = None
 
@@ -62,7 +56,6 @@ class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     id: int
     value: msgspec.Raw = _NO_VALUE
     error: Fault | None = None
-    """Set if there is no value."""
 
 
 decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
@@ -71,7 +64,7 @@ decode_utility_result = msgspec.msgpack.Decoder(UtilityResult).decode
 
 class MethodCallCodec(NamedTuple):
     arguments_type: type[msgspec.Struct]
-    """A struct of the method's parameters, an array on the wire."""
+    """The method's parameters, an array on the wire."""
     arguments_decoder: msgspec.msgpack.Decoder[msgspec.Struct]
     result_decoder: msgspec.msgpack.Decoder[Any]
 
@@ -107,7 +100,7 @@ def make_result(id: int, value: object) -> UtilityResult:
 
 
 def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
-    """Arguments by name. `declared`: the class that declares the method."""
+    """`declared`: the class that declares the method."""
     codec = method_call_codec(getattr(declared, call.method))
     return msgspec.structs.asdict(codec.arguments_decoder.decode(call.args))
 
@@ -125,9 +118,8 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Call the method on `owner`, and return the result message, or None for a call without a result. A QuireError
-    becomes the result. Raises the QuireError of a call without a result, and any EngineError, because the process
-    cannot continue after one.
+    """Call the method on `owner`, and return the result or its QuireError as a message; None for a call without a
+    result, whose QuireError is raised. EngineError is always raised, because the process cannot continue after one.
     """
     try:
         value = invoke(declared, owner, call)
@@ -139,8 +131,8 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Like `run_call`, for a call that has a result. The method may be a coroutine. Other work of the process
-    continues, so every QuireError becomes a result.
+    """Like `run_call`, for calls with a result. The method may be a coroutine. Other work of the process continues, so
+    every QuireError becomes a result.
     """
     assert call.id is not None
     try:
@@ -151,8 +143,6 @@ async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> 
 
 
 class UtilityCalls:
-    """Calls to another process without a result yet."""
-
     def __init__(self, send: Callable[[UtilityCall], None]) -> None:
         self._send = send
         self._ids = count(1)
@@ -175,7 +165,7 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """The future gets the method's result or its error. A cancelled future is forgotten."""
+        """The future gets the method's result or error. A cancelled future is forgotten."""
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
@@ -184,7 +174,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Return a result's value, or None for an error or a call that is no longer awaited."""
+        """Return the result's value; None for an error or a call that is no longer awaited."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

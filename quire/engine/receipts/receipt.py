@@ -12,7 +12,7 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Results are bit-identical if all these fields and the weights are equal."""
+    """If all these fields and the weights are equal, so are the results, bit for bit."""
 
     quire: str
     kernels: str
@@ -39,7 +39,7 @@ class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """By version; None if the weights were given as tensors, or if files changed or vanished before hashing."""
+    """By version. None if given as tensors, or if files changed or vanished before hashing."""
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,7 +72,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Includes the token that ended the choice."""
     versions: Versions = []
     logprobs: list[float | None] | None = None
-    """None stands for minus infinity."""
+    """None: minus infinity, which JSON lacks."""
     prompt_logprobs: list[float | None] | None = None
     """From the prompt's second token on."""
     finish_reason: str = ""
@@ -86,7 +86,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
 
     def truncated(self, count: int, finish_reason: str) -> ChoiceReceipt:
-        """A copy with the first `count` tokens: those after a stop string are not part of the answer."""
+        """Keep the first `count` tokens: those after a stop string are not part of the answer."""
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[:count],
@@ -101,7 +101,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     created: int
     """Unix time."""
     model: str
-    """The name that the request used."""
+    """As the request named it."""
     hashes: ReceiptHashes
     computed: ComputeInfo
     adapter: AdapterReceipt | None
@@ -139,7 +139,7 @@ def parse_receipt_json(content: bytes) -> Receipt:
 
 
 def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
-    """True if each token has a version, and a log probability if there are any."""
+    """True if each token has a version, and a log probability if any has."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
         return False
@@ -147,7 +147,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Finds receipts in responses, stream events and lines of a batch's output."""
+    """Also looks in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:
@@ -158,7 +158,6 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
-    """None for minus infinity, which JSON lacks."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

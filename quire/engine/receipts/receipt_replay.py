@@ -28,9 +28,9 @@ class ReplayVerdict:
     id: str
     outcome: ReplayOutcome
     what: str
-    """The first difference, the reason of a refusal, or what was compared."""
+    """The first difference, the reason for a refusal, or what was compared."""
     tokens: int = 0
-    """Tokens computed again and compared."""
+    """Number of tokens computed again and compared."""
     warning: str = ""
 
 
@@ -43,9 +43,9 @@ class ReplayModel:
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
-    """Keyed by digest."""
+    """By digest."""
     images: Mapping[str, Image]
-    """Keyed by hexadecimal digest."""
+    """By hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -63,7 +63,7 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Recompute the tokens of the model's own weights. Raises EngineError."""
+    """Recompute the tokens that the model's own weights computed. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -147,7 +147,7 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """ "" if nothing that may change bits differs."""
+    """Empty if nothing that may change bits differs."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -228,7 +228,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """None if equal. If one is a prefix of the other, the shorter one's length."""
+    """Index of the first difference, None if equal; the shorter length if one is a prefix of the other."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

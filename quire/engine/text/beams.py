@@ -1,5 +1,5 @@
-"""Beam search as in vLLM: each beam's 2 * width most likely tokens are candidates. A score is the summed log
-probability over length ** length_penalty (Wu et al., 2016); length counts generated tokens, as in transformers.
+"""Beam search as in vLLM: each beam's 2 * width likeliest tokens are candidates. Score: summed log probability over
+length ** length_penalty (Wu et al., 2016), where length counts generated tokens, as in transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """`outputs`: one more token per running beam. False: the search is over."""
+        """`outputs`: one token per running beam. Returns False when the search is over."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -49,14 +49,13 @@ class BeamSearchState:
 
     @property
     def best_beams_so_far(self) -> list[Beam]:
-        """At most `beam_width`, best first."""
         return sorted(self.completed_beams + self.running_beams, key=self._score, reverse=True)[: self.beam_width]
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
     def _score_bound(self, beam: Beam) -> float:
-        """Upper bound of all continuations: further log probabilities are at most 0."""
+        """Further log probabilities are at most 0."""
         return max(
             beam.cumulative_logprob / length**self.length_penalty
             for length in (len(beam.token_ids) + 1, self.max_tokens)

@@ -17,7 +17,7 @@ RERANKER_PROMPT_START = (
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """From Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
-"""The side to cut."""
+"""The side that is cut."""
 
 
 def encode_truncated(
@@ -38,7 +38,7 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Return ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair: the
+    """Return ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair, whose
     longer text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
@@ -83,7 +83,7 @@ def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
 
 
 def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[int, int]:
-    """The longer text loses tokens first."""
+    """Shorten the longer text first."""
     if first + second <= max_total_tokens:
         return first, second
     shorter = min(first, second, max_total_tokens // 2)

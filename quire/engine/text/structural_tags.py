@@ -1,8 +1,5 @@
-"""Structural tags: free text that contains tagged parts, which follow a schema. XGrammar 0.2 defines the format, which
-vLLM and SGLang accept too.
-
-A structural tag becomes a Lark grammar for llguidance. Free text is matched lazily, so it ends at the first trigger or
-end.
+"""Structural tags (XGrammar 0.2's format, also accepted by vLLM and SGLang): free text with tagged parts that follow a
+schema. They become a Lark grammar for llguidance. Free text is matched lazily, up to the first trigger or end.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "star": ("content",),
     "repeat": ("content", "min", "max"),
 }
-"""By the format's type. Other fields are refused unless they are null, false or []."""
+"""By type. Other fields are refused unless null, false or []."""
 _ANY_TEXT = "/(?s:.*)/"
 
 
@@ -57,7 +54,7 @@ def structural_tag_grammar(
     value: Any, tokenizer: Tokenizer | None, close_schema: Callable[[Any], ClosedSchema]
 ) -> StructuralTagGrammar:
     """`value`: an object or JSON text with `format`, or in the older form with `structures` and `triggers`. Without a
-    tokenizer, special tokens are treated as text. Raises InvalidRequest with the path of the invalid part.
+    tokenizer, special tokens count as text. Raises InvalidRequest with the path of the invalid part.
     """
     tag = _parse_json(value, "structural_tag") if isinstance(value, str) else value
     if not isinstance(tag, Mapping):
@@ -124,7 +121,7 @@ class _GrammarWriter:
         }
 
     def write(self, format: Any, ends: Sequence[str], path: str) -> str:
-        """Returns an expression for the format, followed by one of `ends`."""
+        """Return an expression for the format and one of `ends` after it."""
         kind = _read_type(format, path)
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -255,7 +252,7 @@ class _GrammarWriter:
         return f"{self._text_until(text, (trigger,))} {rests}"
 
     def _write_tag(self, tag: _Tag, skipped: int = 0) -> str:
-        """`skipped`: how many characters of the begin are already written."""
+        """`skipped`: number of characters of `begin` already written."""
         if (content := self._content_rules.get(tag.path)) is None:
             path = f"{tag.path}.content"
             content = self._content_rules[tag.path] = self._add_rule(
@@ -321,7 +318,7 @@ def _read_type(format: Any, path: str) -> str:
 
 
 def _can_end_in_free_text(format: Any) -> bool:
-    """True if the format's end shows only in what follows it."""
+    """True if only the text after the format shows its end."""
     if not isinstance(format, Mapping):
         return False
     if format.get("type") == "any_text":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.text.tokenizer import Tokenizer
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
-"""vLLM's key and setting."""
+"""vLLM's name."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
 """The only backend allows at most one space."""
@@ -47,7 +47,7 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def constraint_grammar(
     kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
 ) -> GrammarWithOpenObjects:
-    """json's `value`: an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural tags
+    """`value` of json: an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural tags
     with special tokens. Raises InvalidRequest.
     """
     if kind == "json_object":
@@ -70,7 +70,9 @@ def constraint_grammar(
 
 
 def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
-    """A schema too long when closed stays open. Raises InvalidRequest for numbers that a grammar would round."""
+    """Leave a schema open that would be too long when closed. Raises InvalidRequest for numbers that a grammar would
+    round.
+    """
     try:
         check_exact_numbers(schema)
         schema = without_unenforced_formats(schema)

@@ -10,7 +10,7 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Shows special tokens. Offsets are in characters."""
+    """Special tokens are shown. Offsets are in characters."""
     delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
     return delta.text, list(delta.offsets)
 
@@ -35,9 +35,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Starts are those in the original text. The post-processor, which adds special tokens and may exclude a word's
-    space, is left out.
-    """
+    """Positions in the original text. Leaves out the post-processor, which may exclude a word's space."""
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         bare.normalizer = backend.normalizer

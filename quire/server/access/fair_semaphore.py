@@ -15,12 +15,12 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """The next slot goes to the owner with the fewest slots, then to the least recently served. Owners are tenant
+    """The next slot goes to the owner with the fewest slots, then to the least recently served. Owners are tenants'
     names; "" without keys.
     """
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
-        """`reserves_for_others`: an owner must leave others as many slots as it takes. For long work."""
+        """`reserves_for_others`: for long work; an owner must leave others as many slots as it takes."""
         self._slots_in_use = BytesByOwner()
         self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots

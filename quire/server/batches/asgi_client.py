@@ -31,7 +31,7 @@ class ASGIResponse:
 
 
 class ASGIClient:
-    """Calls the server's application for a tenant. An HTTP client would cost the event loop another 0.5 ms per request,
+    """Calls the server's application for a tenant. An HTTP client would cost the event loop 0.5 ms more per request,
     and leave reference cycles.
     """
 

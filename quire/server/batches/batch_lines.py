@@ -83,7 +83,6 @@ def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
 
 
 def custom_id_or_line_name(line_number: int, line: str) -> str:
-    """Without a custom_id, derive the name from the line number."""
     try:
         value = json.loads(line)["custom_id"]
     except (ValueError, KeyError, TypeError):
@@ -98,7 +97,7 @@ def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
-    """Map a custom_id to its first line. Raises ConfigError."""
+    """Map each custom_id to its first line. Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):
@@ -109,7 +108,7 @@ def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
 
 
 def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int]:
-    """Return lines that repeat a custom_id; they fail as `line-NUMBER`."""
+    """Lines that repeat a custom_id. They fail as `line-NUMBER`."""
     return {
         number
         for number, line in read_nonempty_lines(path)

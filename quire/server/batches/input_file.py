@@ -15,16 +15,13 @@ MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 """Characters."""
 _MAX_ERRORS = 100
-"""Checking stops after this many."""
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by this much of their body: equal instructions then follow one another while their prefix is
-cached.
-"""
+"""Requests are sorted by this much of their body, so that equal instructions run while their prefix is cached."""
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Return requests in processing order, or else all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB: call
-    it in a thread. Raises OSError.
+    """Return requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB: call it
+    in a thread. Raises OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -68,7 +65,6 @@ def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tu
 
 
 def _check_line_request(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
-    """Raises InvalidRequest."""
     if len(job.body) > max_bytes:
         raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")
     if job.url != endpoint:

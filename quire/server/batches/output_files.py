@@ -38,8 +38,8 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """Write the files of a batch that gets no more results, and end it in the same transaction. Blocks. Raises OSError
-    and sqlite3.Error; may be called again.
+    """Write the files of a batch that gets no more results, and end it in the same transaction. Blocks; may be called
+    again. Raises OSError and sqlite3.Error.
     """
     new_files: list[StoredFile] = []
     try:
@@ -102,7 +102,7 @@ def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[byt
 
 
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
-    """Yield in input order."""
+    """In input order."""
     last = 0
     while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)

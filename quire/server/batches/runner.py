@@ -1,6 +1,5 @@
-"""Answers each batch line exactly once, at the lowest priority, whatever crashes.
-
-A result is stored before the next line takes its slot. After a restart, lines without a result start again.
+"""Answers each batch line exactly once, at the lowest priority, whatever crashes. A result is stored before the next
+line takes its slot. After a restart, lines without a result start again.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ BATCH_PRIORITY = 1 << 20
 MAX_OPEN_BATCHES = 64
 """Per API key."""
 MAX_UPLOADS = 16
-"""An API key must leave as many to others as it has."""
+"""An API key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
 """Lines use at most 1/N of the engine's slots."""
 _LINES_PER_CHECK = 2
-"""Lines started between two checks: each start holds the event loop for some milliseconds."""
+"""Each start holds the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0
@@ -52,7 +51,9 @@ _EXPIRED_FILES_PER_READ = 100
 
 
 class BatchRunner:
-    """Only the leading API process answers batches; others read and write stored ones. Use it on the event loop."""
+    """Call all methods from the event loop. Only the leading API process answers batches; others read and write stored
+    ones.
+    """
 
     def __init__(
         self,
@@ -62,21 +63,21 @@ class BatchRunner:
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app` answers the lines. `clients` returns those of all engines."""
+        """`app` answers the lines. `clients`: those of all engines."""
         self._app = app
         self.batches = data.batches
         self.files = data.files
         self.contents = data.contents
         """Thread-safe."""
         self.uploads = SharedCapacity(MAX_UPLOADS)
-        """This process's uploads, by owner."""
+        """By owner; this process's only."""
         self._tenants = tenants
         self._config = config
         self._pacer = BatchPacer(clients)
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
         self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
-        """By batch id; setting one ends the batch's lines."""
+        """By batch id. Setting one ends the batch's lines."""
         self.result_counts = {"completed": 0, "failed": 0}
         """Lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,7 +174,7 @@ class BatchRunner:
         await self._retry_until_written(lambda: self.batches.store_lines_and_batch(owner, updated_batch, lines))
 
     async def _answer_batch_lines(self, owner: str, batch: Batch) -> None:
-        """Ends when the batch is answered, expired or cancelled."""
+        """Returns when the batch is answered, expired or cancelled."""
         cancelled, seconds_left = self._cancel_events[batch.id], max(0.0, batch.expires_at - clock.time())
         expire = asyncio.get_running_loop().call_later(seconds_left, cancelled.set)
         try:
@@ -189,7 +190,7 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """Separate share and limits, so that batches do not slow down the tenant's requests."""
+        """Its separate share and limits keep batches from slowing down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:
@@ -233,7 +234,6 @@ class BatchRunner:
         self.result_counts["failed" if result.failed else "completed"] += 1
 
     async def _retry_until_written(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation` in a thread."""
         return await retry_until_written("batches wait", partial(asyncio.to_thread, operation))
 
     async def _delete_expired_files(self) -> None:

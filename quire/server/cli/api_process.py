@@ -1,4 +1,4 @@
-"""`python -m quire.server.cli.api_process`: one of several API processes. It reaches the engine through the leader, and
+"""One of several API processes (`python -m quire.server.cli.api_process`). It reaches the engine through the leader;
 its parent prints the announcement.
 """
 
@@ -50,7 +50,7 @@ def main() -> int:
     try:
         with bind_shared_port(setup) as listener:
             link = SharedClient(config, setup.hub, setup.identity)
-            # end as if killed: other processes continue the journaled calls, and none is stored as failed
+            # end as if killed: other processes continue the journaled calls, and none fails
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:

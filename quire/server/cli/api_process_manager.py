@@ -1,8 +1,6 @@
 """`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
-
-Each API process has its own listening socket (SO_REUSEPORT), so that connections go to the others as soon as one ends.
-This process's socket never listens: it reserves the port. A Unix socket has one file, so all processes share this
-process's socket.
+Each API process listens on its own socket (SO_REUSEPORT), so that connections go to the others once one ends. This
+process's socket reserves the port and never listens. All processes share one Unix socket.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""The server ends after this many consecutive processes of one number ended without having served."""
+"""Consecutive processes of one number that may end without having served."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""A process without heartbeats for this long is killed and replaced."""
+"""A process without heartbeats is killed and replaced after this time."""
 _STOPPED_SECONDS = 10.0
 """A stopped process is killed and replaced after this time."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""Wait for the last message of a process that ended."""
+"""Wait for an ended process's last message."""
 _BACKOFF_SECONDS = 0.5
 
 
@@ -61,11 +59,11 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     identity: str
     family: int
     address: tuple[Any, ...]
-    """Listening address in the socket module's form."""
+    """In the socket module's form."""
     started: float
-    """time.perf_counter() when the command began."""
+    """time.perf_counter() at the command's start."""
     descriptor: int | None = None
-    """The Unix socket that all API processes share; None: each binds `address`."""
+    """The shared Unix socket; None: each process binds `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -96,8 +94,6 @@ class ManagerDependencies:
 
 
 class ApiProcessManager:
-    """One run of the server: start, serve, drain. `run()` returns the exit status."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -105,7 +101,7 @@ class ApiProcessManager:
         started: float,
         dependencies: ManagerDependencies = ManagerDependencies(),
     ) -> None:
-        """The configuration must have passed `check_multi_process_settings`."""
+        """`config` must have passed `check_multi_process_settings`."""
         self._config = config
         self._dependencies = dependencies
         self._listener = listener
@@ -186,7 +182,7 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Return the last return code. Raises ConfigError or EngineError if too many in a row cannot serve."""
+        """Return the last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1

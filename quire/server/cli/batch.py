@@ -93,7 +93,7 @@ class BatchClient:
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
-        """Write answers first, then errors."""
+        """Answers first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):
@@ -109,7 +109,7 @@ class BatchClient:
             raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
     def wait_for_end(self, id: str) -> dict[str, Any]:
-        """Tolerate an unreachable server for a while."""
+        """Tolerates an unreachable server for a while."""
         batch = self.fetch_batch(id)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -32,14 +32,14 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""No keys, limits or TLS: only this process can reach the server."""
+"""Only this process can reach the server."""
 
 
 @asynccontextmanager
 async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
-    """Enters the lifespan here, because uvicorn would log an engine's start error instead of raising it. Raises
+    """Enters the lifespan itself, because uvicorn would log an engine's start error instead of raising it. Raises
     ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
@@ -54,7 +54,7 @@ async def open_engine_app(
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
     """Yield the path of a Unix socket. Raises errors of the engine's start."""
-    # only this user can read the socket's directory, so no keys are needed
+    # only this user can enter the socket's folder, so no keys are needed
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)
     client.engine_core.launch()

@@ -79,7 +79,7 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""Modules that are not named like their commands."""
+"""Only modules that are not named like their commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,5 @@
 """`quire serve`: serves a model through the OpenAI API until Ctrl-C, SIGTERM or SIGHUP.
-
-The port is bound first, so that a taken port is reported at once. The API is imported while the engine process loads
-the model.
+Binds the port first, to report a taken one at once. Imports the API while the engine process loads the model.
 """
 
 from __future__ import annotations
@@ -48,13 +46,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Errors that name one of these may be due to a lack of memory."""
+"""Errors naming one of these may be due to a lack of memory."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Most of what requests hold is freed without the collector. In two rounds of 16 beam searches of 64 beams, Python's
-defaults scanned all open objects 34 times, 20 to 30 ms each; these, twice.
+"""Requests' memory is mostly freed without the collector. In two rounds of 16 beam searches of 64 beams, Python's
+defaults scanned all objects 34 times, 20 to 30 ms each; these did twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
-"""With Python's default of 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
+"""With Python's 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -114,14 +112,13 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """Planning and HTTP modules: the engine can start before their import."""
+    """The engine can start before these imports."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
-        """Without `client`, start an engine."""
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None

@@ -25,7 +25,7 @@ def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
 
 
 def normalize_server_url(text: str, *, tls: bool = False) -> str:
-    """Return it without /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
+    """Without /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
     full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(full)
@@ -42,7 +42,7 @@ def auth_headers(key: str | None) -> dict[str, str]:
 
 
 def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
-    """Trust the system's authorities and `cacert`. Raises ConfigError."""
+    """Trusts the system's authorities and `cacert`. Raises ConfigError."""
     context = httpx.create_ssl_context()
     context.load_default_certs()
     if cacert is not None:
@@ -56,7 +56,7 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
-    """Use the message of an OpenAI error body, or else the HTTP status."""
+    """With the message of an OpenAI error body, or the HTTP status."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
@@ -110,7 +110,7 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """Without `name`, the first listed. Raises EngineError if `name` is not listed."""
+    """Without `name`, the first one listed. Raises EngineError if `name` is not listed."""
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:

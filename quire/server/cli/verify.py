@@ -52,9 +52,9 @@ class CheckResult:
     requests: int
     tokens: int
     differing: int
-    """Requests with other tokens than alone."""
+    """Requests whose tokens differ from those computed alone."""
     exercised: bool
-    """The subject of the check (such as preemption) occurred."""
+    """The subject of the check, such as preemption, occurred."""
 
     @property
     def has_passed(self) -> bool:
@@ -62,7 +62,6 @@ class CheckResult:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Return 0 if all tokens were the same, else 1."""
     parser = build_parser(
         "quire verify",
         __doc__,
@@ -120,7 +119,7 @@ def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None
 
 
 class Verification:
-    """Runs the same requests with configurations that must not change any token."""
+    """Repeats requests with configurations that must not change any token."""
 
     def __init__(self, config: EngineConfig, num_requests: int, make_link: MakeLink) -> None:
         self._config = config

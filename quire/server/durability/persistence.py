@@ -35,17 +35,17 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""The reply is a ProcessStatus as msgpack."""
+"""Answered by a ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
-"""Between checks for work of ended processes."""
+"""Between checks for ended processes' work."""
 _SWEEP_SECONDS = 0.5
 """Between deletions of due data."""
 _SWEEP_PAUSE_SECONDS = 0.02
 """While more is due: others use the disk too."""
 _POLL_ALONE_SECONDS = 2.0
-"""For a single process, which only checks whether the disk can be written."""
+"""A single process only checks whether the disk can be written."""
 
 
 @dataclass(slots=True)
@@ -57,16 +57,15 @@ class Persistence:
     data_dir_status: DataDirStatus = field(init=False)
     """As of the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
-    """(owner, id) of each background response to restart."""
+    """(owner, id) of background responses to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Restart a background response after its engine is gone or its model was unloaded. If this process ends first,
-        another one restarts the response.
+        """Restart a background response whose engine is gone or whose model was unloaded. If this process ends first,
+        another restarts it.
         """
         self.unfinished_responses.add((owner, id))
 
     async def refresh_status(self) -> DataDirStatus:
-        """Covers all processes."""
         counts = {
             **self.batch_runner.result_counts,
             OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
@@ -89,9 +88,7 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """Return None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises
-    ConfigError.
-    """
+    """None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises ConfigError."""
     if config.data_dir is None:
         return None
     if link is not None:
@@ -137,7 +134,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resume the last process's batches and background responses. The application must already answer requests. Among
+    """Resume earlier processes' batches and background responses. The application must already answer requests. Among
     several processes the leader repeats this.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
@@ -187,7 +184,7 @@ async def _sweep_forever(persistence: Persistence) -> None:
 
 
 async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
-    """Mark a response that cannot restart as failed; leave one with an unknown API key pending. Raises Overloaded,
+    """Marks a response that cannot restart as failed; leaves one with an unknown API key pending. Raises Overloaded,
     HTTPException or the disk's error if it may restart later.
     """
     if (tenant := tenants.find_by_digest(owner)) is None:

@@ -1,4 +1,4 @@
-"""Resumes a stream by replaying its call's POST with the journal's body."""
+"""Resumes a stream by replaying its POST with the journal's body."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
 
 class ResumptionMiddleware:
     """Handles a POST with Last-Event-ID as a GET of the stream, without reading its body: some clients can only repeat
-    the POST. When a request ends, releases its Idempotency-Key.
+    the POST. Releases its Idempotency-Key at the end.
     """
 
     def __init__(self, app: ASGIApp) -> None:

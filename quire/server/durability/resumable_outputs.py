@@ -18,7 +18,7 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number` is the first choice's. `position` counts tokens in the choice."""
+        """`number`: the first choice's. `position`: in tokens of the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
         """`rows`: flattened (choice number, position, token id)."""
@@ -64,7 +64,6 @@ class ResumableOutputs(WrappedOutputs):
         super().__init__(self._stream)
 
     def _outputs_of_progress(self, request_id: str) -> list[EngineCoreOutput]:
-        """One output per token."""
         index = self._index_by_id[request_id]
         cached, end = self.progress.cached[index], self.progress.ends[index]
         outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in self.progress.ids[index]]
@@ -83,7 +82,7 @@ class ResumableOutputs(WrappedOutputs):
         return self._needs_engine
 
     def record_versions(self) -> dict[str, Versions]:
-        """Count earlier tokens as computed by the current weights."""
+        """Earlier tokens count as computed by the current weights."""
         versions = super().record_versions()
         for request_id, index in self._index_by_id.items():
             add_tokens(versions.setdefault(request_id, []), self.weights_version, self._known_counts[index])
@@ -147,9 +146,7 @@ class ResumableOutputs(WrappedOutputs):
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """Return what need not be recomputed. The journal has no log probabilities, so `needs_logprobs` recomputes
-    everything.
-    """
+    """What need not be recomputed: nothing with `needs_logprobs`, because the journal has no log probabilities."""
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
     if needs_logprobs:

@@ -76,7 +76,7 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
-    """Return the format, its source in words, and whether the template describes it to the model."""
+    """The format, its source in words, and whether the template describes it to the model."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
@@ -99,7 +99,7 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
-    """Prefer markers that the template renders over markers that its text merely contains."""
+    """Prefers markers that the template renders over markers that its text merely contains."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:

@@ -15,7 +15,7 @@ class ContentDelimiters:
     """Used after another part."""
     ends: tuple[str, ...]
     close: str
-    """Text after content, up to the answer's end."""
+    """After content, up to the answer's end."""
 
 
 class ContentExtractor:

@@ -32,9 +32,9 @@ class RequestMessageFormat:
     """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Tools that the caller declared as custom: the input is their only argument."""
+    """Declared as custom: the input is their only argument."""
     allows_parallel_calls: bool = True
-    """If False, only the first call is kept."""
+    """False: only the first call is kept."""
     calls_only: bool = False
     """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None
@@ -62,7 +62,7 @@ class RequestMessageFormat:
 
 class AssistantMessageParser:
     def __init__(self, format: RequestMessageFormat, name: str = "") -> None:
-        """`name` is unique to the answer."""
+        """`name`: unique to the answer."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tool_format is None else format.tool_format.markers
         start_trial = None

@@ -1,4 +1,4 @@
-"""Parses an answer's message as its tokens arrive. Stop strings apply only to its content, not to reasoning or tool
+"""Parses an answer's message as its tokens arrive. Stop strings apply only to content, not to reasoning or tool
 calls.
 """
 
@@ -14,8 +14,7 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Characters at the answer's end that are searched for a stop string. Content ends at the stop string, except for text
-that parsers hold back.
+"""Characters at the end that are searched for a stop string, which ends content except for text that parsers hold back.
 """
 
 
@@ -30,7 +29,6 @@ class MessageDeltaStream:
         self._stop_strings = StopStringMatcher(params.stop, include=self._include_stop) if params.stop else None
         self._unsearched_tokens = params.min_tokens
         self._has_dropped_calls = False
-        """Tool calls after a stop string were dropped."""
         self._raw_tail = ""
         self._text_length = 0
         """In characters."""
@@ -70,7 +68,7 @@ class MessageDeltaStream:
     def _push_token(
         self, delta: TextDelta, stops: StopStringMatcher, output: EngineCoreOutput
     ) -> tuple[MessageDelta, str | None]:
-        """Also return the stop string that the token completes."""
+        """Also returns the stop string that the token completes."""
         tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
         self._unsearched_tokens -= tokens

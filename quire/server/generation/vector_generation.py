@@ -61,7 +61,7 @@ class VectorRequest(ResolvedRequest):
 
 
 VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
-"""Writes JSON from the request, the weights version of the last vector, and one float32 vector per input."""
+"""Makes JSON from the request, the last vector's weights version, and a float32 vector per input."""
 
 
 class VectorGeneration:
@@ -104,7 +104,6 @@ class VectorGeneration:
         self._record_end_of_open_requests("abort")
 
     def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
-        """Raises EngineError."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
             self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":

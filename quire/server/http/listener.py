@@ -34,7 +34,7 @@ def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """One error names both a taken address and an invalid model."""
+    """Reports a taken address and an invalid model in one error."""
     try:
         if config.uds is None:
             return bind_tcp_socket(config.host, config.port)
@@ -49,7 +49,7 @@ def bind_or_explain(config: ServerConfig) -> socket.socket:
 
 
 def bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """Does not listen: connections are refused until the model is loaded. Raises ConfigError."""
+    """Does not listen yet: connections are refused until the model is loaded. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -63,8 +63,8 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Raises ConfigError. Replaces the file of a server that has ended and keeps its permissions. A new file gets
-    uvicorn's, with which every local user may connect.
+    """Replaces an ended server's file and keeps its permissions. Every local user may connect to a new one, as with
+    uvicorn. Raises ConfigError.
     """
     try:
         mode = _remove_stale_socket(path)
@@ -81,7 +81,7 @@ def bind_unix_socket(path: Path) -> socket.socket:
 
 
 def _remove_stale_socket(path: Path) -> int:
-    """Returns permissions for the new file. Raises ConfigError if the path is no socket or a server listens on it."""
+    """Return permissions for the new file. Raises ConfigError if the path is no socket or a server listens on it."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -98,7 +98,6 @@ def _remove_stale_socket(path: Path) -> int:
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """None if there is no file."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -66,7 +66,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuse new generations with 503. Open ones fail after --shutdown-timeout."""
+        """Refuses new generations with 503. Open ones fail after --shutdown-timeout."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -80,7 +80,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Closing the event loop would cancel a dead engine's requests, with a traceback each."""
+        """Closing the event loop would cancel a dead engine's requests, each with a traceback."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
@@ -122,6 +122,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """Checked here, because OpenSSL only reports "PEM lib"."""
+    """OpenSSL would only report "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

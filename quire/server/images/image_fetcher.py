@@ -32,7 +32,7 @@ _MAX_CONNECTIONS = 4
 _NUM_LOOKUP_THREADS = 4
 """An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
-"""Seconds per address of a host, except the last."""
+"""Per address of a host, except the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
@@ -118,7 +118,7 @@ class ImageFetcher:
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
-        """`domains`: allowed hosts; *.example.com allows its subdomains, * any host. `look_up`: like getaddrinfo."""
+        """`domains`: allowed hosts; *.example.com allows its subdomains, * any. `look_up`: like getaddrinfo."""
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)
@@ -128,7 +128,7 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls`: URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
+        """`urls`: by URL, the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
         errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
@@ -177,7 +177,6 @@ class ImageFetcher:
         raise image_error(where, f"its address redirects more than {MAX_REDIRECTS} times")
 
     def _validate_url_to_ascii(self, url: str, where: str) -> str:
-        """Raises InvalidRequest."""
         url = _url_to_ascii(url)
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")
@@ -192,7 +191,7 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """Returns the content, or None and the redirect's URL."""
+        """The content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:

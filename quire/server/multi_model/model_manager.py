@@ -1,6 +1,6 @@
 """Keeps requested models awake within the memory limit. One task makes all changes, one at a time. A model is loaded on
 its first request and sleeps when idle. The least recently used one makes room first: at once without open requests,
-otherwise after its time slice; its requests wait.
+otherwise after its time slice, while its requests wait.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ OpenRuntime = Callable[[ModelEntry], AbstractAsyncContextManager[ModelRuntime]]
 """Opens a ready model with an engine."""
 
 _PROCESS_OVERHEAD_BYTES = 256 * 2**20
-"""An engine process without weights and KV cache."""
+"""Of an engine without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
-"""For this long, requests get a failed load's error."""
+"""Requests get a failed load's error for this long."""
 
 
 @dataclass(eq=False, slots=True)
 class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
-    """None until loaded."""
     num_open: int = 0
-    """Requests that need the model awake."""
+    """Number of requests that need the model awake."""
     waiting_since: float = 0.0
-    """Monotonic time since which requests wait; 0 if none waits."""
+    """Monotonic; 0 if no request waits."""
     last_used_at: float = 0.0
-    """Monotonic time of the last request's arrival or end."""
+    """Monotonic time of a request's arrival or end."""
     awake_since: float = 0.0
     is_loading: bool = False
     failure: QuireError | None = None
@@ -110,7 +109,6 @@ class ModelManager:
         return sum(each.client.num_open for each in self.loaded_runtimes)
 
     def require_model(self, name: str) -> ManagedModel:
-        """Raises ModelNotFound."""
         for member in self.managed_models:
             if name in member.served_names:
                 return member
@@ -133,7 +131,7 @@ class ModelManager:
         await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
-        """Load the first model. Raises the errors of its start, with the model's name."""
+        """Load the first model. Raises the errors of its start, with its name."""
         first = self.managed_models[0]
         try:
             await self._load_model(first)
@@ -173,7 +171,7 @@ class ModelManager:
         return member.runtime
 
     async def abort_requests_and_unload(self, member: ManagedModel) -> None:
-        """Open requests fail with the advice to retry; the next one loads the model."""
+        """Open requests fail with the advice to retry; the next request loads the model."""
         if member.runtime is not None:
             runtime, unloaded = member.runtime, Overloaded("The model was unloaded. Please try again")
             member.stop_event.set()
@@ -244,7 +242,6 @@ class ModelManager:
         await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
-        """Raises the errors of the engine's start."""
         log.info("models: loading %s", member.entry.name)
         member.is_loading, member.failure = True, None
         member.stop_event.clear()
@@ -263,7 +260,6 @@ class ModelManager:
             member.load_finished.set()
 
     def _check_fits_memory_limit(self, size: int) -> None:
-        """Raises ConfigError."""
         if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
             needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
             raise ConfigError(

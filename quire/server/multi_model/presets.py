@@ -1,4 +1,4 @@
-"""Model aliases with their own system message and defaults, without an engine of their own."""
+"""Aliases of a model, with their own system message and defaults."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
     system: str | None
-    """Used for requests without a system message."""
+    """For requests without a system message."""
     parameters: Mapping[str, Any]
-    """Defaults, by their names in a chat."""
+    """Defaults by their names in a chat."""
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:

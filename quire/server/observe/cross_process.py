@@ -1,4 +1,4 @@
-"""Each API process (--api-server-count) counts part of the metrics, and any may be asked about a request."""
+"""With --api-server-count each process counts part of the metrics, and any may be asked about a request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CrossProcessObserver:
             self._hub.answering.add(LASTING, method_handler(self, observer_class.collect_own_samples))
 
     async def collect_peer_samples(self) -> list[PeerSample]:
-        """Ended processes' samples are included."""
+        """Includes ended processes' samples."""
         peer_samples = await self._call_peers(CrossProcessObserver.collect_own_samples, topic=LASTING)
         return [*self._ended_process_samples(), *chain.from_iterable(peer_samples)]
 
@@ -66,8 +66,8 @@ class CrossProcessObserver:
         return explanations[0] if explanations else None
 
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
-        """JSON. None if the request is unknown here, or the tenant is neither its owner nor an admin. Only owners see
-        prompt content.
+        """JSON; None if the request is unknown, or the tenant is neither its owner nor an admin. Only owners see prompt
+        content.
         """
         caller = _make_asgi_scope_for_tenant(owner, admin=admin)
         record = self._request_log.find_record(name, caller)
@@ -96,7 +96,7 @@ class CrossProcessObserver:
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
-        """Search all processes."""
+        """Searches all processes."""
         arguments = tenant, salt, session
         turns_found = [
             self.find_own_last_turn(*arguments),
@@ -128,7 +128,7 @@ class CrossProcessObserver:
         return self._client.cancel(request_id, tenant)
 
     async def _call_peers(self, method: Callable[..., Any], *arguments: object, topic: str = "") -> list[Any]:
-        """None results are dropped."""
+        """Drops None results."""
         encoded_results = (
             [] if self._hub is None else await self._hub.ask(topic or method.__qualname__, encode_msgpack(arguments))
         )

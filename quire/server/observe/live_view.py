@@ -18,7 +18,7 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Largest share of the engine's time for views; expensive views are taken less often."""
+"""Of the engine's time; expensive views are taken less often."""
 MAX_LISTED_ENGINES = 8
 """Further engines' memory is omitted."""
 OVERLAP_SECONDS = 4
@@ -26,7 +26,7 @@ OVERLAP_SECONDS = 4
 
 
 class LiveView:
-    """All streams get the same events; slow readers skip some. No views are taken without streams."""
+    """All streams get the same events; slow readers skip some. Without streams, no views are taken."""
 
     def __init__(self, client: EngineClient, rolling_stats: RollingStats) -> None:
         self.state_event = b""
@@ -50,7 +50,7 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """A server that waits for open requests would never end."""
+        """Otherwise a server that waits for open requests would never end."""
         for stream in list(self._streams):
             stream.close_stream()
 
@@ -127,7 +127,7 @@ class LiveViewStream:
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
-        """Yields server-sent events: one `hello`, then `state` repeatedly."""
+        """Yield server-sent events: one `hello`, then `state` repeatedly."""
         self._live_view.add_stream(self)
         try:
             yield self._live_view.hello_event(facts)

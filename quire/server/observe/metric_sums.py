@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _CREATED_SUFFIX = "_created"
-"""Marks samples of a counter's creation time."""
+"""Suffix of a counter's creation time."""
 
 
 class PeerSample(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +34,7 @@ def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
 
 
 class LabelingCollector(Collector):
-    """The label tells several models' or processes' metrics apart."""
+    """The label tells models' or processes' metrics apart."""
 
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
         """`label`: "" if not needed. `collectors`: by label value."""

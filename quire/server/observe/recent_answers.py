@@ -1,4 +1,4 @@
-"""Without texts: neither request log nor history has any."""
+"""Recent answers without texts, which neither request log nor history has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
-    """Latest first. Reads MAX_ANSWERS and MAX_SEQUENCES at most, whatever --request-history keeps."""
+    """Latest first. Reads at most MAX_ANSWERS and MAX_SEQUENCES, whatever --request-history keeps."""
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:
@@ -61,7 +61,7 @@ def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[
 
 
 def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
-    """Lists adapters in use first."""
+    """Adapters in use come first."""
     running = {each.name for each in client.adapters(queued=False)}
     waiting = {each.name for each in client.adapters(queued=True)} - running
     states = [(name, "running" if name in running else "waiting" if name in waiting else "idle") for name in names]
@@ -122,7 +122,6 @@ def _tenant_totals(
 
 
 def _add_shares_and_sort(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Largest share first."""
     costs = {
         name: each["computed_tokens"] + OUTPUT_TOKEN_COST * each["output_tokens"] for name, each in tenants.items()
     }

@@ -34,7 +34,7 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show` takes a sequence id; rejected mates are only counted. `decode_tokens`: see describe_prefix_use."""
+    """`may_show` takes a sequence id; other mates are only counted. `decode_tokens`: see describe_prefix_use."""
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
     mates, steps = _BatchMateLookup(may_show), max(1, MAX_STEPS // max(1, len(timelines)))
@@ -59,8 +59,8 @@ def explain_request(
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Phases of the sequence that ended last, from arrival to its end or `now`. "prepare" ends with submission to the
-    engine; "answer" lasts from the sequence's end to the response's.
+    """Phases of the sequence that ended last, up to `now`. "prepare" lasts from arrival to submission to the engine,
+    "answer" from the sequence's end to the response's.
     """
     if not timelines:
         return {"prepare": now - record.arrived_at}
@@ -131,7 +131,7 @@ def _explain_sequence(
 def _explain_batches(
     sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
-    """Successive steps with equal mates become one entry."""
+    """Merges successive steps with equal mates."""
     entries = []
     for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
         run_steps: list[StepEntry] = list(steps)

@@ -22,8 +22,8 @@ SPAN_NAME = "llm_request"
 
 
 class RequestSpanExporter:
-    """A span per answer, with its sequences' phases as children and the caller's span (header traceparent) as parent.
-    Attribute names are OpenTelemetry's for generative AI, otherwise vLLM's.
+    """A span per answer, below the caller's span (header traceparent), with its sequences' phases as children.
+    Attributes have OpenTelemetry's names for generative AI, otherwise vLLM's.
     """
 
     def __init__(self, exporter: SpanExporter, histories: Callable[[], Iterable[RequestHistory]]) -> None:

@@ -1,4 +1,4 @@
-"""Base of other APIs' bodies. They are translated to a chat, and accept a chat's other fields."""
+"""Base of other APIs' bodies, which are translated to a chat and accept a chat's other fields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TranslatableBody(ModelBody):
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Returns parameters without effect. Raises InvalidRequest for a chat's unsupported fields."""
+        """Return parameters without effect. Raises InvalidRequest for a chat's unsupported fields."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
             if field is None or name in self.accepted_extensions:

@@ -23,7 +23,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "image_data": ([],),
     "lora": ([],),
 }
-"""Fields with the values that are accepted: others would change the answer."""
+"""Accepted values by field; others would change the answer."""
 ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
 INFILL_SAMPLER_MIN_P = 0.2
 """Approximates the sampler `infill`, which drops tokens below this probability; min_p is a share of the largest."""
@@ -37,7 +37,7 @@ SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
     "xtc": ("xtc_probability", 0.0),
     "temperature": ("temperature", 1.0),
 }
-"""A sampler's field, and its neutral value, which is used if `samplers` does not contain the sampler."""
+"""A sampler's field, and the neutral value used if `samplers` lacks the sampler."""
 KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
 PENALTIES_SAMPLER = "penalties"
 """Named without effect: its fields apply anyway."""
@@ -47,9 +47,8 @@ Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A toke
 
 class LlamaCppBody(EngineRequestBody):
     n_predict: int | None = None
-    """Negative: no limit but the context. 0: only compute the prompt, into the prefix cache."""
+    """Negative: no limit but the context. 0: only compute the prompt into the prefix cache."""
     max_tokens: int | None = None
-    """Same as n_predict."""
     n_cmpl: int = 1
     temperature: float | None = None
     top_k: int | None = Field(None, lt=2**31)
@@ -68,7 +67,7 @@ class LlamaCppBody(EngineRequestBody):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
-    """The samplers that apply; default: all."""
+    """Default: all."""
     seed: int | None = None
     """-1: random."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
@@ -86,7 +85,7 @@ class LlamaCppBody(EngineRequestBody):
     n_indent: int = Field(0, ge=0)
     """The answer ends at a line that begins with fewer spaces and tabs."""
     t_max_predict_ms: float = Field(0.0, le=86_400_000.0)
-    """Once this time has passed since the first token, the answer ends at the next newline; 0 or less: no limit."""
+    """Once this long after the first token, the answer ends at the next newline; 0 or less: no limit."""
     stream: bool = False
     return_tokens: bool = False
     response_fields: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None

@@ -56,7 +56,7 @@ class Options(RequestBody):
     top_p: float | None = None
     min_p: float | None = None
     top_n_sigma: float | None = None
-    """Ollama does not have this field, XTC's and DRY's. Presets may set them."""
+    """Ollama lacks this field, XTC's and DRY's; presets may set them."""
     typical_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None

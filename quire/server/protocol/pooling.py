@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text or token ids; for a model that accepts images, send them in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Keys of image inputs in Jina's, vLLM's and Cohere's APIs."""
+"""Of image inputs in Jina's, vLLM's and Cohere's APIs."""
 
 
 def _explain_image_input(value: Any) -> str:
@@ -35,7 +35,7 @@ TextList = Annotated[list[str], MaxEntries(MAX_PROMPTS)]
 
 class PoolingBody(EngineRequestBody):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Tokens to keep, including special ones; -1: the model's maximum."""
+    """Tokens to keep, with special ones; -1: the model's maximum."""
     truncation_side: Literal["left", "right"] = "right"
     """right keeps the first tokens."""
     use_activation: bool | None = None
@@ -97,7 +97,7 @@ class CohereEmbedRequest(PoolingBody):
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
-    """End to cut from texts beyond the model's limit or max_tokens."""
+    """The end to cut from texts beyond the model's limit or max_tokens."""
 
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:

@@ -128,7 +128,7 @@ class ConversationId(BodyModel):
 
 class PromptCacheOptions(BodyModel):
     comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
-    """The answer's prompt_cache_diagnostics compare its prompt with this response's."""
+    """prompt_cache_diagnostics compare the answer's prompt with this response's."""
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False
@@ -167,7 +167,7 @@ class ResponsesRequest(TranslatableBody):
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     generate: bool = True
-    """False: generate nothing, but compute the prompt into the prefix cache. The response can be continued."""
+    """False: only compute the prompt into the prefix cache. The response can be continued."""
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
@@ -181,7 +181,7 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-        """Yields (namespace or "", tool), without search tools."""
+        """(namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

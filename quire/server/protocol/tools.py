@@ -24,7 +24,7 @@ class FunctionSpec(ExtraFieldsModel):
     name: ToolNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of an object; None: no arguments."""
+    """JSON schema; None: no arguments."""
     strict: bool | None = None
 
 

@@ -177,7 +177,6 @@ def build_vector_request(
 
 
 def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
-    """Returns at least one."""
     inputs = list_inputs(body.input, "input")
     check_num_inputs(len(inputs), "input")
     texts = [one for one in inputs if isinstance(one, str)]
@@ -237,7 +236,6 @@ def prompt_by_name(name: str | None, model: ServedModel) -> str:
 
 
 def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
-    """None: unlimited."""
     return resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
 
 

@@ -28,7 +28,7 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Sum over all pairs; workers tokenize more."""
+"""Over all pairs; workers tokenize more."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 
@@ -66,7 +66,7 @@ def resolve_rerank(
 def build_pair_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """`names`: fields in error messages. Raises InvalidRequest, NeedsWorker."""
+    """`names`: fields in errors. Raises InvalidRequest, NeedsWorker."""
     check_num_inputs(len(seconds), names[1])
     for name, texts in zip(names, (firsts, seconds), strict=True):
         for text in dict.fromkeys(texts):
@@ -156,7 +156,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """For Qwen3-Reranker. Too long prompts lose the document's end."""
+    """For Qwen3-Reranker. Long prompts lose the document's end."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

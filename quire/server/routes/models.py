@@ -58,7 +58,7 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
-    """Fields of OpenAI's, Anthropic's and OpenRouter's APIs, and the context length under all names in use."""
+    """Fields of OpenAI's, Anthropic's and OpenRouter's APIs, with all names of the context length."""
     return {
         "id": name,
         "object": "model",

@@ -44,7 +44,7 @@ router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
 counting_router = APIRouter(route_class=RateLimitedRoute)
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""Last stream event by status; others get response.incomplete."""
+"""By status; others get response.incomplete."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
 
@@ -175,7 +175,6 @@ def require_store(request: Request, id: str) -> Store:
 
 
 async def _find_response_summary(request: Request, response_id: str) -> ObjectSummary:
-    """Raises RequestNotFound."""
     get_summary = require_store(request, response_id).get_summary
     return await find_or_raise(
         request, get_summary, "response", response_id, not_found=_response_not_found(response_id)
@@ -183,7 +182,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 
 
 async def _load_response(request: Request, response_id: str) -> bytes:
-    """The response counts against the request's memory lease. Raises RequestNotFound, Overloaded."""
+    """Counts against the request's memory lease. Raises RequestNotFound, Overloaded."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get_without_items
     return (

@@ -74,7 +74,7 @@ async def metrics(request: Request) -> Response:
 
 
 def health_response(request: Request, *, is_healthy: bool) -> Response:
-    """A server that cannot write its data answers everything else, so it is healthy; the body tells the reason."""
+    """A server that cannot write its data is healthy, because it answers everything else; the body tells the reason."""
     durable, body = get_server_context(request).persistence, dict[str, str]()
     if is_healthy:
         body["status"] = "ok"
@@ -86,6 +86,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 
 def _single_runtime(request: Request) -> ModelRuntime:
-    """For servers of one model; server/multi_model/multi_model_app.py replaces these routes."""
+    """For one model; server/multi_model/multi_model_app.py replaces these routes."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

@@ -87,7 +87,7 @@ def _list_engine_clients(models: ModelDispatcher) -> list[EngineClient]:
 
 
 def _data_dir_collector(persistence: Persistence, models: ModelDispatcher) -> CallbackCollector:
-    """The label is the first model's name."""
+    """Labeled with the first model's name."""
     model_name = models.loaded_runtimes[0].model.names[0]
     result_counts = persistence.batch_runner.result_counts
     latest_status = partial(getattr, persistence, "data_dir_status")

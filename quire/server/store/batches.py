@@ -43,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """Lifetime of its files; None: unlimited."""
+    """Of its files; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -79,7 +79,7 @@ class LineResult(NamedTuple):
 
 
 class Batches:
-    """Thread-safe. Methods are single transactions, except those for many lines or batches."""
+    """Thread-safe. Methods are single transactions, except for many lines or batches."""
 
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
         """`garbage` takes the lines of ended batches."""
@@ -88,7 +88,7 @@ class Batches:
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Also forget ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
+        """Also forgets ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -106,7 +106,7 @@ class Batches:
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
-        """Do nothing unless the batch is in progress."""
+        """Only if the batch is in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -133,7 +133,7 @@ class Batches:
             return _with_line_counts(connection, batch)
 
     def end(self, owner: str, ended_batch: Batch, files: Sequence[StoredFile]) -> bool:
-        """Return False, without changes, if it had already ended: two processes may try to end it."""
+        """False, without changes, if it had already ended: two processes may try."""
         was_ended = False
 
         def end_once(now: Batch) -> Batch:
@@ -153,7 +153,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """Newest first, and True if more follow. None if `after` is unknown."""
+        """Newest first; True if more follow. None if `after` is unknown."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:
@@ -176,14 +176,13 @@ class Batches:
             start = rows[-1][:3]
 
     def is_file_in_use(self, owner: str, file_id: str) -> bool:
-        """True if one of the owner's unfinished batches reads the file."""
         query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.read_connection() as connection:
             rows = connection.execute(query, (owner, _BATCHES_PER_READ)).fetchall()
         return any(_decode_batch(row).input_file_id == file_id for row in rows)
 
     def store_lines_and_batch(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
-        """Replace the lines of an earlier attempt."""
+        """Replaces the lines of an earlier attempt."""
         now = self.find(owner, batch.id)
         if now is None or now.status != "validating":
             return
@@ -226,7 +225,7 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """At most 16 (line number, result) pairs."""
+        """At most 16 pairs (line number, result)."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()
@@ -237,7 +236,6 @@ def with_batch_status(batch: Batch, status: BatchStatus) -> Batch:
 
 
 def _to_cancelling_or_raise(batch: Batch) -> Batch:
-    """Raises InvalidRequest."""
     if batch.status in (*TERMINAL_STATUSES, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
     return batch if batch.status == "cancelling" else with_batch_status(batch, "cancelling")

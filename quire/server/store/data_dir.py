@@ -25,15 +25,15 @@ class DataDirStatus:
     leads: bool
     """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
-    """Stored bytes by kind."""
+    """By kind."""
     counts: Mapping[str, int]
-    """Counters of all processes, including ended ones."""
+    """Of all processes, including ended ones."""
     refusal: str
-    """Why writes fail now; "" if they work."""
+    """Why writes fail now; empty if they work."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """Sent by a process after the process that owns the data was replaced."""
+    """Sent after the process that owns the data was replaced."""
 
     calls: Sequence[tuple[str, str]] = ()
     """(owner, id) of the calls that it answers."""
@@ -45,7 +45,7 @@ OPEN_BATCHES_KEY = "open"
 
 
 class Processes:
-    """The processes that share the data. Thread-safe; in memory only."""
+    """Processes that share the data. Thread-safe; in memory only."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -92,7 +92,7 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """Return True if more is due. Only one process sweeps at a time."""
+        """True if more is due. Only one process sweeps at a time."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
@@ -121,7 +121,7 @@ def open_data_dir(
     retention_seconds: float = 0,
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
-    """`max_bytes` bounds stored objects, files and calls separately. `live_processes` share the data already.
+    """`max_bytes`: separately for stored objects, files and calls. `live_processes` already share the data.
     `retention_seconds` 0: unlimited. Raises ConfigError.
     """
     database = Database(folder, connect)

@@ -24,7 +24,6 @@ _FILE_COLUMNS = "id, created, expires, bytes, name, purpose"
 class StoredFile:
     id: str
     created: int
-    """Unix seconds."""
     expires: int | None
     """Unix seconds; None: never."""
     bytes: int
@@ -46,12 +45,11 @@ def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None, id
 class _UploadReservation:
     owner: str
     size: int
-    """Includes the row's overhead."""
     process: str
 
 
 class FileContents:
-    """Any process may access contents. Contents without a row are deleted."""
+    """Any process may access contents. Those without a row are deleted."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: --data-dir."""
@@ -61,7 +59,7 @@ class FileContents:
         return self.folder / id
 
     def write_content(self, id: str, content: BinaryIO) -> None:
-        """Call before Files.add. If it raises OSError, nothing is left."""
+        """Call before Files.add. An OSError leaves nothing behind."""
         self.create_empty_content(id)
         try:
             with self.content_path(id).open("r+b") as file:
@@ -82,17 +80,17 @@ class FileContents:
 
 
 class Files:
-    """Thread-safe. After a crash a file is complete or absent."""
+    """Thread-safe. After a crash, a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes` bounds all owners together; a key must leave as much to others as it takes. Raises OSError."""
+        """`max_bytes`: for all owners; each must leave others as much as it takes. Raises OSError."""
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Used only in the owning process."""
+        """Only in the owning process."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
@@ -109,7 +107,7 @@ class Files:
         return self._budget.total_used
 
     def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
-        """Reserve `size` bytes in total, until `add`, `release` or the process's end. If False, an earlier reservation
+        """Reserve `size` bytes in all, until `add`, `release` or the process's end. If False, an earlier reservation
         stays.
         """
         with self._database.read_connection():
@@ -166,7 +164,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
-        """Return files, and True if more follow; None if `after` is unknown."""
+        """Files, and True if more follow; None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:
@@ -180,7 +178,6 @@ class Files:
         return None if page is None else ([StoredFile(*row) for row in page[0]], page[1])
 
     def delete(self, owner: str, id: str) -> bool:
-        """False if there was none."""
         try:
             row = self._delete_row(owner, id)
         except sqlite3.OperationalError:  # disk full: deleting the content frees space

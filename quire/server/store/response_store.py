@@ -1,4 +1,4 @@
-"""Objects and items are rows that hold the JSON of answers, because most answers only copy bytes and read one page."""
+"""Objects and items are rows with the JSON of answers, because most answers only copy bytes and read one page."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ class StoredItem(NamedTuple):
 class ConversationLimits(NamedTuple):
     max_items: int
     max_bytes: int
-    """Stored bytes, including items."""
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
-    """Includes row overhead."""
     return sum(len(item.data) + ROW_OVERHEAD_BYTES for item in items)
 
 
@@ -45,7 +43,7 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
-    """Fields that are looked up without parsing `data`."""
+    """Looked up without parsing `data`."""
     data: bytes
     """JSON."""
 
@@ -79,9 +77,8 @@ class ObjectToStore:
 
 class Store:
     """Thread-safe, and atomic for readers, although large objects take several transactions.
-
-    Above `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses are evicted last, because no
-    client has them yet.
+    Above `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses go last, because no client
+    has them yet.
     """
 
     def __init__(self, database: Database, garbage: Garbage, max_bytes: int) -> None:
@@ -132,7 +129,7 @@ class Store:
     def append_items(
         self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
     ) -> bool:
-        """Return False if the conversation is unknown. Raises InvalidRequest above `limits`."""
+        """False if the conversation is unknown. Raises InvalidRequest above `limits`."""
         if (summary := self.get_summary(owner, "conversation", id)) is None:
             return False
         if limits is not None:
@@ -152,7 +149,7 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Return the conversation's JSON; None if unknown."""
+        """The conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -192,7 +189,6 @@ class Store:
             return None if row is None else bytes(row[0])
 
     def delete_item(self, owner: str, id: str, item_id: str) -> bool:
-        """False if there was none."""
         with self.write_transaction_with_sizes() as database:
             where = "from items where owner = ? and parent = ? and id = ?"
             key = (owner, _items_key(database, owner, id), item_id)
@@ -203,12 +199,11 @@ class Store:
             return row is not None
 
     def delete(self, owner: str, id: str) -> bool:
-        """False if there was none."""
         with self.write_transaction_with_sizes() as database:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """(owner, id) pairs, including responses of ended processes."""
+        """(owner, id), including responses of ended processes."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
@@ -231,7 +226,7 @@ class Store:
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Delete inside a transaction; many rows are purged later. None if unknown."""
+        """Call in a transaction; many rows are purged later. None if unknown."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -324,7 +319,7 @@ def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Ite
 
 
 def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
-    """Return at least one chunk."""
+    """At least one chunk."""
     chunks: list[Sequence[StoredItem]] = []
     begin = 0
     size = 0
@@ -337,7 +332,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """Return "", which no item has, if the object is unknown."""
+    """ "", which no item has, if the object is unknown."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

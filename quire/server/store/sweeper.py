@@ -18,13 +18,13 @@ from quire.server.store.response_store import Store
 log = logging.getLogger("quire.server")
 SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
-"""Transactions per job and call."""
+"""Per job and call."""
 _PAUSE_SECONDS = 60.0
 """Between passes over expired data."""
 
 
 class ResponseRetention:
-    """Responses stored by earlier versions count as created at the upgrade."""
+    """Responses of earlier versions count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
         """`seconds`: maximum age; 0: unlimited."""
@@ -39,9 +39,7 @@ class ResponseRetention:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """Run one transaction. False after the last response. Deletes newest first, so that one pass deletes a whole
-        chain.
-        """
+        """One transaction. False after the last response. Deletes newest first, so that one pass deletes a chain."""
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
             return False
@@ -73,8 +71,8 @@ class ResponseRetention:
 def _select_due_responses(
     connection: sqlite3.Connection, created: float, rowid: int
 ) -> list[tuple[float, int, str, str, int, int]]:
-    """Newest first. Two queries, because for `(created, rowid) < (?, ?)` SQLite visits all rows with that `created`,
-    which includes all that an earlier version stored.
+    """Newest first. Two queries: for `(created, rowid) < (?, ?)` SQLite visits all rows with that `created`, such as
+    all that an earlier version stored.
     """
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
@@ -92,7 +90,7 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 @dataclass(slots=True)
 class _SweepJob:
     run_step: Callable[[], bool]
-    """Runs one transaction. True if more is due."""
+    """One transaction. True if more is due."""
     pause: float = 0.0
     """Seconds between passes."""
     not_before: float = 0.0
@@ -115,7 +113,7 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """Run several transactions. True if more is due."""
+        """Several transactions. True if more is due."""
         if not self._mutex.acquire(blocking=False):
             return False
         try:

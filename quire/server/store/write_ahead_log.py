@@ -1,7 +1,6 @@
-"""Memory-mapped log of tokens that the journal does not have yet.
-
-Each token is written before it is sent, at the cost of one memory copy. The kernel keeps the file if the process is
-killed, but a power cut may damage it, so no later boot reads it.
+"""Memory-mapped log of tokens that the journal does not have yet. Each token is written before it is sent, at the cost
+of one memory copy. The kernel keeps the file if the process is killed. A power cut may damage it, so no later boot
+reads it.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""Of files in --data-dir; the process's name follows."""
+"""In --data-dir; the process's name follows."""
 HALF_BYTES = 1 << 21
 """One half is written while the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""A half's position: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all of
-it. One 64-bit store, so a kill leaves the old or the new value.
+"""Of a half's position: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all
+of it. One 64-bit store, so a kill leaves the old or the new value.
 """
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
 """Length, checksum."""
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
-"""Format of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
+"""Of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
 """XORed into the checksum, so that zeros do not pass."""
 _NUMBER_TYPECODE = "I"
-"""array typecode of StepTokensRecord.rows."""
+"""Of StepTokensRecord.rows."""
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """Assigns `number` to a call; its other choices get the next numbers."""
+    """Gives `number` to a call; its other choices get the next numbers."""
 
     number: int
     owner: str
@@ -53,7 +52,7 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
     number: int
     choice: int
     position: int
-    """Position of the first token."""
+    """Of the first token."""
     token_ids: Sequence[int]
     finish: ChoiceFinish | None
 
@@ -77,7 +76,7 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 
 class WriteAheadLog:
-    """Use it only on its process's event loop."""
+    """Only for its process's event loop."""
 
     def __init__(self, folder: Path, process: str) -> None:
         """Raises OSError without disk space or boot id."""
@@ -109,11 +108,11 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Call before sending. Tokens are dropped if there is no space."""
+        """Call before sending. Drops tokens if there is no space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Write one record, because one per token would dominate the cost."""
+        """In one record: one per token would dominate the cost."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
@@ -152,7 +151,7 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
-        """Make everything before `end` valid."""
+        """Everything before `end` becomes valid."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 
@@ -163,13 +162,12 @@ def _checksum(record: bytes) -> int:
 
 
 def _read_boot_id() -> bytes:
-    """Raises OSError if there is none."""
     return BOOT_ID_FILE.read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """Yield tokens in order, up to the first broken or unknown record. Raises OSError. Earlier versions had other half
-    sizes and single-token records.
+    """In order, up to the first broken or unknown record. Earlier versions had other half sizes and single-token
+    records. Raises OSError.
     """
     content = path.read_bytes()
     if len(content) < _HEADER_BYTES or content[:_BOOT_ID_BYTES] != _read_boot_id():
@@ -197,7 +195,7 @@ _AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
 
 
 def _read_records(content: bytes) -> Iterator[_AnyRecord]:
-    """Yield the older half first. Raises _BrokenRecord."""
+    """The older half first. Raises _BrokenRecord."""
     half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
@@ -215,7 +213,6 @@ def _read_records(content: bytes) -> Iterator[_AnyRecord]:
 
 
 def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensRecord | StepTokensRecord:
-    """Raises _BrokenRecord."""
     if _checksum(record) != check:
         raise _BrokenRecord
     try:
@@ -225,7 +222,6 @@ def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensReco
 
 
 def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRecord:
-    """Raises _BrokenRecord."""
     if offset + _LEGACY_TOKEN_RECORD.size > end:
         raise _BrokenRecord
     _, check, number, choice, position, token_id = _LEGACY_TOKEN_RECORD.unpack_from(content, offset)
@@ -240,7 +236,7 @@ class _LoggedCalls:
         """(call, choice) by number."""
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
-        """Skip tokens of unknown calls."""
+        """Skips tokens of unknown calls."""
         match record:
             case CallRecord():
                 for choice in range(record.num_choices):

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 log = logging.getLogger("quire.server")
 RETRY_SECONDS = 5.0
-"""Between two attempts of a failed write."""
 Result = TypeVar("Result")
 
 

@@ -1,4 +1,4 @@
-"""Checks that callers' grammars compile before an engine gets them: see engine/text/grammar_compiler.py."""
+"""Checks that callers' grammars compile before an engine gets them; see engine/text/grammar_compiler.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.server.workers.worker import JobLimits
 
 _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
-"""Parts of a wrong grammar to check alone."""
+"""Of a wrong grammar, checked alone."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
 """For a worker's first grammar, including reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
 
@@ -53,8 +53,8 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads: closing schemas may
-    take long.
+    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads, because closing
+    schemas may take long.
     """
 
     def __init__(self, workers: WorkerPool) -> None:
@@ -68,9 +68,8 @@ class GrammarChecker:
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
         """Raises InvalidRequest, with the grammar's parameter, for the first grammar that is wrong, unsupported or too
-        complex. Raises the errors of WorkerPool.run_job.
-
-        `parts`: components of the last grammar, by the caller's names. If one is wrong alone, the error names it,
+        complex, and the errors of WorkerPool.run_job.
+        `parts`: components of the last grammar, by the caller's names. An error names a part that is wrong alone,
         because the caller wrote the part, not the grammar.
         """
         for param, grammar in grammars:
@@ -86,7 +85,7 @@ class GrammarChecker:
         self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
     ) -> CheckedGrammar:
         """Answers must match the returned grammar. If the requested one does not compile, non-strict tools get the
-        nearest weaker schema. Raises the errors of `check_grammars`, with the caller's field names.
+        nearest weaker schema. Raises as `check_grammars` does, with the caller's field names.
         """
         *first, last = resolved.grammars
         await self.check_grammars(first, tenant)
@@ -121,7 +120,6 @@ class GrammarChecker:
         return levels
 
     async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """None if the grammar compiles."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
             if len(self._verdicts) > _MAX_VERDICTS:

@@ -38,11 +38,11 @@ CLEARED_API_KEYS: dict[str, object] = {
 }
 """Workers, which run callers' templates, need not know these."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
-"""When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates more memory under a
-lock, and deadlocks.
+"""When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates memory under a lock, and
+deadlocks.
 """
 WORKER_MEMORY_BYTES = 256 << 20
-"""A worker may take this much for one body."""
+"""For one body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +71,7 @@ class WorkerPool:
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """Waiting jobs by tenant. A tenant gets more only while as many are left to others."""
+        """By tenant, which gets more only while as many are left to others."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
@@ -203,7 +203,7 @@ class WorkerPool:
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """End all jobs, present and later, with `error`."""
+        """End all jobs, also later ones, with `error`."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):
@@ -293,7 +293,7 @@ class WorkerPool:
 
 
 STALL_SECONDS = 5.0
-"""A process that does nothing for this long is killed if it has work and could compute."""
+"""A process with work that does nothing for this long, though it could compute, is killed."""
 _POLL_SECONDS = 0.25
 
 
@@ -316,7 +316,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kill the process if it stands still during the block, which waits for it."""
+    """Kills the process if it stands still during the block, which waits for it."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

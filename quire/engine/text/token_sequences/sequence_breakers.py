@@ -19,7 +19,7 @@ DEFAULT_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's."""
 _MAX_TOKEN_SEQUENCES = 2**15
 _SEPARATOR = b"\xff"
-"""Between tokens. UTF-8 never uses this byte, so no match spans two tokens."""
+"""UTF-8 never uses this byte, so no match spans two tokens."""
 _default_ids: WeakKeyDictionary[Tokenizer, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
 
 
@@ -31,7 +31,7 @@ def prepare_default_breakers(tokenizer: Tokenizer) -> None:
 
 
 def needs_vocabulary_search(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> bool:
-    """Too slow for an event loop."""
+    """Such a search would block an event loop for too long."""
     return tokenizer not in _default_ids if breakers is None else bool(breakers)
 
 
@@ -68,8 +68,8 @@ def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tup
 
 
 def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Yields each token that contains the text, and each token that ends with a prefix of it, followed by the tokens of
-    the rest.
+    """Yield each token that contains the text, and each token that ends with a prefix of it, followed by the rest's
+    tokens.
     """
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
     yield from ((token,) for token in _find_tokens(encoded, vocabulary))
@@ -83,8 +83,8 @@ def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int
 
 
 def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the text's tokens as they appear after other text, because many tokenizers put a space before a first
-    token. Empty if the text always merges with what precedes it.
+    """Tokens of a text that follows other text: many tokenizers put a space before a first token. Empty if the text
+    always merges with its predecessor.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)
@@ -96,7 +96,7 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
-    """Returns the bytes of all tokens, each followed by _SEPARATOR, and the position of each token."""
+    """Bytes of all tokens, each followed by _SEPARATOR, and each token's position."""
     tokens = tokenizer.list_token_bytes()
     starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
     return _SEPARATOR.join([*tokens, b""]), starts

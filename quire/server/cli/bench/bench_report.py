@@ -77,7 +77,6 @@ def print_table(title: str, summary: BenchSummary) -> None:
 
 
 def save_latency_plot(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
-    """Samples are in seconds."""
     from matplotlib.figure import Figure
 
     shown = {name: sorted(1000 * value for value in samples[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")}

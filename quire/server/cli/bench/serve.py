@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Any chunk of /completions counts, even with empty text. A chunk that only opens a chat answer does not."""
+        """Any chunk of /completions counts, even with empty text; one that only opens a chat answer does not."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -85,7 +85,7 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """Declares only the fields that are read; the decoder skips all others."""
+    """The decoder skips all other fields."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
@@ -144,7 +144,7 @@ async def run_closed_loop(
 async def run_open_loop(
     client: StreamClient, jobs: Sequence[BenchJob], times: Iterable[float], concurrency: int | None = None
 ) -> list[BenchAnswer | BenchFailure]:
-    """`concurrency`: delay requests while this many are open."""
+    """`concurrency`: bound on open requests."""
     started = time.perf_counter()
     free_slots = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
@@ -187,7 +187,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """Chats take no ids: send as many words that are single tokens in most vocabularies."""
+    """Chats take no ids: send words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {

@@ -14,7 +14,7 @@ from quire.server.cli.server_client import error_from_response
 
 @dataclass
 class ChatSession:
-    """`options` go into every request's body."""
+    """`options`: fields of every request."""
 
     http: httpx.Client
     """Its base is /v1."""
@@ -29,8 +29,8 @@ class ChatSession:
     """Of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
-        """Keep interrupted answers as far as they came. If the server refuses, raise QuireError, and drop `text` and
-        the pending images.
+        """Keeps an interrupted answer. If the server refuses, raises QuireError and drops `text` and the pending
+        images.
         """
         self.was_truncated = False
         image_parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pending_images]
@@ -52,7 +52,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Return the text of the removed user message. Its images become pending again."""
+        """Return the removed user message's text. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -73,7 +73,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Take a saved conversation or a list of messages; keep the current model. Raises ConfigError."""
+        """Take a saved conversation or a list of messages, and keep the model. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:

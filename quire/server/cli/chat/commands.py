@@ -39,14 +39,13 @@ class CommandOutcome:
     message: str = ""
     prompt: str | None = None
     draft: str | None = None
-    """Prefills the input."""
     should_exit: bool = False
 
 
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """A line that begins with a slash is a command; any other is a prompt."""
+    """A line with a leading slash is a command; others are prompts."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:
@@ -60,7 +59,6 @@ def handle_line(
 
 
 def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
-    """Raises QuireError."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:

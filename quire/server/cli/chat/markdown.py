@@ -1,4 +1,4 @@
-"""Streaming Markdown: finished blocks are printed for good, the current one is redrawn."""
+"""Streams Markdown: prints finished blocks for good, and redraws the current one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, b
 
 
 def to_rich_markdown(text: str) -> Markdown:
-    """Keep line breaks, which Markdown turns into spaces."""
+    """Keeps line breaks, which Markdown turns into spaces."""
     lines = [
         line if before or after else line.rstrip() + "  "
         for line, before, after in _lines_with_fence_state(text.split("\n"))
@@ -52,7 +52,7 @@ def to_rich_markdown(text: str) -> Markdown:
 
 
 def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
-    """Print everything before raising an error of `pieces`."""
+    """Prints everything before raising an error of `pieces`."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),
@@ -85,7 +85,7 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """Cut a redrawn block to the height of the screen. Keep an opening fence."""
+    """Cuts a redrawn block to the screen's height, but keeps an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

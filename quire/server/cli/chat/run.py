@@ -106,14 +106,13 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Piped text, then the words; None if there is neither."""
+    """Piped text, then the words."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError."""
     options: dict[str, Any] = {}
     if args.temperature is not None:
         options["temperature"] = args.temperature

@@ -89,7 +89,7 @@ def _key_bindings() -> KeyBindings:
 
 
 def _open_history() -> History:
-    """Keep history in memory if the file is not writable."""
+    """In memory if the file is not writable."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     path = Path(state).expanduser() / "quire" / "chat_history"
     try:

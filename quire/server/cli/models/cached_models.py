@@ -18,9 +18,9 @@ from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptio
 log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE_KEYWORD = Path("cache")
-"""Value of --models, unless a file of this name exists."""
+"""Value of --models, unless a file has this name."""
 _MEMORY_SHARE = 0.9
-"""Of the memory that is free at the start."""
+"""Of the memory free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:

@@ -24,7 +24,6 @@ class DownloadedModel:
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
-    """By path in the repository."""
     path: Path
     ref: str
     """Branch, tag or commit."""
@@ -75,7 +74,7 @@ def scan_hub_cache() -> HFCacheInfo | None:
 
 
 def iterate_downloads(cache: HFCacheInfo) -> Iterator[DownloadedModel]:
-    """Unordered, one per revision."""
+    """In no order, one per revision."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:

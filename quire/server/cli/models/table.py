@@ -25,9 +25,9 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Must fit; memory is shown for this context."""
+"""Context that must fit, and whose memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
-"""Context for the speed, as in `quire plan`."""
+"""As in `quire plan`."""
 _LAPTOP_FLOPS = 1e12
 """16-bit, roughly; memory bounds a single stream."""
 _EMBEDDING_BITS = 6.5625
@@ -41,7 +41,7 @@ class ModelRow:
     model: CatalogEntry
     parameters: int
     memory: int
-    """Bytes for one request of CONTEXT_TOKENS, including Quire."""
+    """For one request of CONTEXT_TOKENS, including Quire."""
     context: int
     """Tokens that fit; 0: none, or not served."""
     speed: float | None

@@ -45,7 +45,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Count one slot even if none fits, so that the plan reports it."""
+    """Counts one slot even if none fits, so that the plan reports it."""
     try:
         return count_state_slots(
             slot,

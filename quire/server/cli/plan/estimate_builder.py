@@ -60,13 +60,13 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """On all devices together."""
+    """On all devices."""
     draft: int
     """On one device."""
     draft_share: int
-    """Per device, if the devices of a memory share it."""
+    """Per device, if the devices that share a memory share it."""
     split: int
-    """Parts of the model's KV among devices."""
+    """Number of parts of the model's KV."""
 
     @property
     def per_device(self) -> int:
@@ -76,9 +76,8 @@ class _KVBytesPerToken:
 @dataclass(frozen=True, slots=True)
 class _BlockPlan:
     size: int
-    """Tokens per block."""
     num_bytes: int
-    """Of all layers, including what their groups leave unused."""
+    """All layers, including what their groups leave unused."""
     needs: KVBlockNeeds
 
 
@@ -225,7 +224,6 @@ class EstimateBuilder:
         return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
-        """Per device."""
         machine = self._machine
         config = self._config
         parts = 1 if machine.gpu else machine.devices_per_memory * machine.replicas
@@ -270,8 +268,8 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """A rough figure, which the engine measures: about 20 hidden states per token of `width` bytes per number, and
-    copies of the logits.
+    """A rough figure, which the engine measures: 20 hidden states per token of `width` bytes per number, and copies of
+    the logits.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 

@@ -10,7 +10,6 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """None if the division is possible."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -24,16 +23,16 @@ class ExpertsPlan:
     """Per device."""
 
     min_experts: int
-    """Per layer of the device with the fewest."""
+    """Per layer, on the device with the fewest."""
     max_experts: int
-    """Per layer of the device with the most."""
+    """Per layer, on the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
     """0: all in memory."""
     memory_bytes: int = 0
-    """Part of disk_bytes that is also kept in memory."""
+    """Part of disk_bytes also kept in memory."""
     token_read_bytes: int = 0
-    """Without the share kept in memory."""
+    """Without what is kept in memory."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -57,7 +56,7 @@ def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, d
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """The most experts of a device, as a multiple of an even division."""
+    """The most experts of a device, relative to an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

@@ -39,7 +39,7 @@ class ImagesPlan:
     """Including those around and between features."""
     feature_bytes: int
     pixel_bytes: int
-    """Kept by server and engine while a request is open."""
+    """Kept by server and engine during a request."""
     tower_bytes: int
     """0: not loaded."""
 
@@ -70,7 +70,7 @@ def parse_image_count_and_size(text: str) -> ImageCountAndSize:
 
 
 def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
-    """May fetch processor files. Raises ModelError, and ConfigError if the model reads no images."""
+    """May fetch processor files. Raises ModelError, or ConfigError if the model reads no images."""
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():

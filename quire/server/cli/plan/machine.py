@@ -19,7 +19,7 @@ _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
-"""Tokens per rank if ranks divide tokens on a CPU."""
+"""Tokens per rank if ranks divide tokens."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
 """Tokens: most attention backends, and most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
@@ -30,9 +30,9 @@ FLASH_BLOCK_SIZES = {
 }
 """By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
-"""flash-attn's limit. It also needs 16-bit numbers and a GPU with bfloat16."""
+"""flash-attn's limit. It also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Processes without weights and KV cache; measured on Linux."""
+"""Processes without weights and KV cache, measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,17 @@ class Machine:
 
     name: str
     memory: int
-    """Bytes: all of a GPU's, or the free memory of a CPU machine."""
+    """All of a GPU's bytes, or a CPU machine's free ones."""
     gpu: bool
     bandwidth: float | None = None
     """Bytes per second; None: unknown."""
     flops: float | None = None
     """16-bit operations per second; None: unknown."""
     measured: bool = False
-    """If False, bandwidth and flops are the maker's figures."""
+    """False: bandwidth and flops are the maker's figures."""
     bf16: bool = True
     compresses_weights: bool = False
-    """CPU kernels compress bfloat16 linear layers to 12 bits."""
+    """CPU kernels compress bfloat16 linears to 12 bits."""
     count: int = 1
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
@@ -68,7 +68,7 @@ class Machine:
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
-        """True if the backend has no kernels for quantized weights and expands them to the model's dtype."""
+        """True if the backend has no kernels for quantized weights."""
         return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
 
     def kv_block_size(
@@ -81,10 +81,8 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Tokens per KV block, by attention backend.
-
-        "auto": flash-attn if possible, assuming that everything is installed. `is_8_bit`: not held by flash-attn's
-        larger blocks. `block_size`: used if the backend has it.
+        """Tokens per KV block, by attention backend. "auto": flash-attn if possible, if everything is installed.
+        `is_8_bit`: flash-attn's larger blocks do not hold it. `block_size`: used if the backend has it.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -143,7 +141,7 @@ def find_gpu(name: str) -> Machine:
 
 
 def detect_machine(*, gpu: bool = True) -> Machine:
-    """The first GPU that is in the table, or this CPU with its free memory."""
+    """The first GPU in the table, or this CPU with its free memory."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
@@ -158,9 +156,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A replica has a GPU per rank or stage. A CPU machine is divided into equal parts, one per process, because
-    processes share its memory and cores. Raises ConfigError for combinations that are unsupported or do not divide, and
-    for more GPUs than this machine has.
+    """A replica has a GPU per rank or stage. A CPU machine is divided evenly among processes, which share its memory
+    and cores. Raises ConfigError for unsupported combinations, uneven divisions, and more GPUs than there are.
     """
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"

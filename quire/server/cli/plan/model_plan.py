@@ -43,14 +43,14 @@ def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """None if it cannot be estimated, or num_kv_blocks is given. The model's files must exist."""
+    """None if it cannot be estimated or num_kv_blocks is given. The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """ "" if the model should fit or cannot be estimated."""
+    """Empty if the model should fit or cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""

@@ -16,7 +16,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
-"""Tokens of context for a single stream's speed."""
+"""For a single stream's speed."""
 
 
 def format_report(
@@ -26,7 +26,6 @@ def format_report(
     fitting_quantization: str | None = None,
     images_plan: ImagesPlan | None = None,
 ) -> str:
-    """`smallest_gpu` and `fitting_quantization`: what would fit."""
     if not estimate.block_bytes:
         return _format_encoder_text(estimate, name, smallest_gpu)
     lines = [
@@ -349,13 +348,13 @@ def _serve_command(name: str, flags: Sequence[str]) -> str:
 
 
 _ROUNDING_MIB = 4
-"""Maximum difference of four rounded figures."""
+"""Maximum error of four rounded figures."""
 
 
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # whole MiB that add up: the rounding difference goes to the largest step or to Quire itself
+    # whole MiB that add up: the difference goes to the largest step or to Quire itself
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)

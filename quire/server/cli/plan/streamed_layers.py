@@ -17,7 +17,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
-"""16 lanes of PCIe 4.0; speed is reported per GB/s of a disk."""
+"""16 lanes of PCIe 4.0; one GB/s of a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,15 @@ class StreamedLayersPlan:
     num_streamed: int = 0
     from_disk: bool = False
     offloaded_bytes: int = 0
-    """On disk or in host memory."""
     read_bytes: int = 0
     """Per step."""
     saved_bytes: int = 0
-    """Device memory that is not needed."""
     problem: str | None = None
     """Why layers cannot be streamed as requested."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """Limit set by reading; for a disk, per GB/s."""
+        """Bounded by reading; for a disk, per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

@@ -67,7 +67,6 @@ def _draw_memory_bar(estimate: Estimate) -> list[str]:
 
 
 def _draw_fit_curve(estimate: Estimate) -> list[str]:
-    """Both axes are logarithmic."""
     contexts = [math.log2(context) for context, _ in estimate.fitting]
     counts = [math.log2(count) for _, count in estimate.fitting]
     low = contexts[0]

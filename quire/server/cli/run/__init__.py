@@ -43,7 +43,7 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Of a failure's message in the final report."""
+"""Of a failure's message in the report."""
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
 """After 429 or 503."""
@@ -59,9 +59,9 @@ class RequestTally:
     examples: dict[str, str] = field(default_factory=dict)
     """One per kind, with custom_id."""
     num_refused: int = 0
-    """Failures that a retry would repeat."""
+    """Failures that would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
-    """Number of requests with each parameter that has no effect."""
+    """Requests by parameter without effect."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
@@ -91,9 +91,8 @@ def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
     """Return answered and permanently refused custom_ids.
-
-    Removes an incomplete last line, and failures of `requested` ids (permanent ones only with `retry_refused`). Raises
-    ConfigError, and leaves the file unchanged, if it is not an output of this command.
+    Removes an incomplete last line and failures of `requested` ids, permanent ones only with `retry_refused`. Raises
+    ConfigError, and changes nothing, if the file is not an output of this command.
     """
     done: set[str] = set()
     refused: set[str] = set()
@@ -125,7 +124,7 @@ def trim_output_and_read_finished_ids(
 
 
 class ResultFile:
-    """Unbuffered, so that written data persists and closing cannot fail. `-` is stdout."""
+    """Unbuffered, so that closing cannot fail. `-` is stdout."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -142,8 +141,6 @@ class ResultFile:
 
 
 class RequestFileRunner:
-    """Answers several requests at a time, and writes each result when it is ready."""
-
     def __init__(
         self,
         http: httpx.AsyncClient,
@@ -334,7 +331,6 @@ async def start_engine_and_answer_requests(
     tally: RequestTally,
     duplicates: Collection[int],
 ) -> None:
-    """Call the application without a socket."""
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with closing(ResultFile(output)) as out:

@@ -20,7 +20,7 @@ from quire.server.formats.tools.tool_parser import Schema, Tool
 
 class ArgumentsForm(ABC):
     sort: bool
-    """The template sorts keys alphabetically."""
+    """The template sorts keys."""
     before_key: str
 
     @property
@@ -32,7 +32,7 @@ class ArgumentsForm(ABC):
         return ()
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
-        """Return True if arguments may begin here; skip whitespace before them."""
+        """True if arguments may begin here."""
         return True
         yield
 
@@ -41,7 +41,7 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        """Pass on arguments as JSON, up to `tail`. False: they are broken or incomplete."""
+        """Pass on arguments as JSON, up to `tail`. False: broken or incomplete."""
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
@@ -54,7 +54,7 @@ class JsonArguments(ArgumentsForm):
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
-    """The object is encoded in a JSON string."""
+    """The object is in a JSON string."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):
@@ -90,7 +90,7 @@ class JsonArguments(ArgumentsForm):
 
 @dataclass(frozen=True, slots=True)
 class LiteralArguments(ArgumentsForm):
-    """Keys and values as literals, without the brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
+    """Literals without the brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
 
     before_key: str
     colon: str

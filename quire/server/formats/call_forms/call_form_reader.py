@@ -114,7 +114,6 @@ class CallFormReader:
         return True
 
     def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
-        """Return None if something else comes."""
         source = self._source
         slot_values: dict[str, str] = {}
         pieces = SLOT_PATTERN.split(head)
@@ -131,7 +130,7 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """Return None if the literal after the slot is missing."""
+        """None if the literal after the slot is missing."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:

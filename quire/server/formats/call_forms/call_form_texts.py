@@ -9,7 +9,7 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""Matches markers that are hardly ordinary text: a tag, the start of one, or capitals and a bracket."""
+"""Markers that are hardly ordinary text: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
 """Such as `<function=` or `<invoke name="`."""
@@ -17,26 +17,24 @@ NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*
 
 @dataclass(frozen=True)
 class CallFormTexts:
-    """Texts may contain the NAME, ID and INDEX slot characters."""
+    """Texts may contain the NAME, ID and INDEX slots."""
 
     begin: str
-    """Before the first call."""
     head: str
-    """From the start of each call to its arguments."""
+    """From a call's start to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """From the arguments to the end of each call."""
+    """From the arguments to the call's end."""
     between: str
     end: str
-    """After the last call."""
     allows_many: bool = True
     """False: the template shows one call per turn."""
     prompt_head: str = ""
-    """Part of the first head, with which the prompt ends."""
+    """Part of the first head that ends the prompt."""
     turn_end: str = ""
     """The model may write it or stop before it."""
     json_keys: JsonCallKeys | None = None
-    """Set if a call is a JSON object that holds its name and arguments."""
+    """Set if a call is one JSON object with name and arguments."""
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
@@ -70,7 +68,7 @@ class CallFormTexts:
 
     @cached_property
     def has_distinct_marker(self) -> bool:
-        """If False, ordinary text could match, so names must be tools'."""
+        """False: ordinary text could match, so names must be tools'."""
         marker = marker_prefix(self.opening_after_prompt)
         return DISTINCT_MARK.search(marker) is not None or (self.json_keys is not None and num_letters(marker) > 4)
 

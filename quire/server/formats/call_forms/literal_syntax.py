@@ -71,7 +71,7 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Decide by the text after a raw string's quote; wait for up to 80 characters."""
+        """Decides by the text after a raw string's quote; waits for up to 80 characters."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None
@@ -117,7 +117,7 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
-    """Read a number, a constant, or a bare word, which becomes a string."""
+    """A number, a constant, or a bare word, which becomes a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)
@@ -143,7 +143,7 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 
 def unescape_literal(text: str) -> str:
-    """Replace the escapes of Python and JSON."""
+    """Replaces the escapes of Python and JSON."""
     text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 

@@ -7,7 +7,7 @@ from typing import Any
 from quire.server.formats.lark_to_regex import escape_regex
 
 REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+|.", re.DOTALL)
-"""An escape, class, bracket or bar of a regular expression, or the text between them."""
+"""An escape, class, bracket or bar, or the text between them."""
 LARK_SPECIAL = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
@@ -18,7 +18,7 @@ def schema_pattern(schema: Any) -> str | None:
 
 
 def full_match_pattern(pattern: str) -> str:
-    """Convert JSON schema's search semantics to a full match. Anchors inside an alternative stay; the grammar compiler
+    """JSON schema searches; this matches fully. Anchors inside an alternative stay; the grammar compiler
     refuses them.
     """
     alternatives, depth = [""], 0

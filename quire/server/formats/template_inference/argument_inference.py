@@ -51,16 +51,16 @@ class ArgumentsRegion:
 class EntryLayout:
     before_key: str
     infixes: dict[str, str]
-    """Text between key and value, by the value's type."""
+    """Between key and value, by the value's type."""
     ends: dict[str, str]
-    """Text after a value, by its type."""
+    """After a value, by its type."""
     separator: str
     spelling: LiteralSpelling
     sort: bool
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
-    """Compare a call without arguments to one with two. Raises TemplateInferenceError if arguments are missing."""
+    """Compares calls with and without arguments. Raises TemplateInferenceError if arguments are missing."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix_by_atoms(empty, full)
@@ -145,7 +145,7 @@ def _find_occurrences(text: str, part: str) -> list[int]:
 
 
 def candidate_value_texts(value: Any) -> Iterator[str]:
-    """Spellings of a value that is not a string."""
+    """Spellings of a value other than a string."""
     yield json.dumps(value)
     yield json.dumps(value, separators=(",", ":"))
     yield repr(value)

@@ -106,7 +106,7 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """The head without the tag around one call or all calls. Empty if no tag with a name remains."""
+    """The head without the tag around one or all calls. Empty if no tag with a name remains."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
@@ -188,7 +188,7 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
-    """Test single calls only."""
+    """Tests single calls only."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()
@@ -198,7 +198,7 @@ def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTur
 
 
 def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm) -> None:
-    """Read other calls back, whole and by characters. Raises TemplateInferenceError."""
+    """Reads other calls back, whole and by characters. Raises TemplateInferenceError."""
     for calls in VERIFICATION_CALLS:
         mismatch = _find_mismatch(form, prober, turn, calls if form.allows_many else calls[:1])
         if mismatch is not None:

@@ -5,7 +5,7 @@ import re
 from quire.server.formats.tools.tool_parser import ToolFormat, ToolParser, ToolsByName
 
 PIECE = re.compile(r"[^>\n}]{0,255}[>\n}]|[^>\n}]{256}")
-"""Fixed pieces make the position of a failure independent of how text arrives."""
+"""With fixed pieces, a failure's position does not depend on how text arrives."""
 
 
 class CallTrial:

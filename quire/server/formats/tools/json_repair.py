@@ -10,7 +10,7 @@ from typing import Literal
 
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
-"""String text that needs no change, by closing quote."""
+"""Needs no change; by closing quote."""
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
@@ -32,8 +32,6 @@ JSON_BY_CONSTANT = {
 
 
 class JsonRepairer:
-    """Incomplete tokens wait for more text."""
-
     def __init__(self) -> None:
         self._open_closers: list[str] = []
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
@@ -155,7 +153,7 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
-        """True if a key must follow. Objects and lists are not keys."""
+        """Objects and lists are not keys."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
@@ -186,7 +184,7 @@ class JsonRepairer:
 
 
 def repair_word(word: str) -> str:
-    """Words that are not numbers or constants become strings."""
+    """Words other than numbers and constants become strings."""
     if word in JSON_BY_CONSTANT:
         return JSON_BY_CONSTANT[word]
     if NUMBER.fullmatch(word):
@@ -199,7 +197,7 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
-    """None if it is not an object or cannot be repaired."""
+    """None if not an object, or beyond repair."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

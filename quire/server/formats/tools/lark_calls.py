@@ -20,7 +20,7 @@ def lark_calls_grammar(
     after: Sequence[str] = (),
     must: bool = True,
 ) -> str:
-    """Unless calls `must` be made, also allow text that does not begin with the regular expression `unlike`."""
+    """Unless calls `must` be made, also allows text that does not begin with the regular expression `unlike`."""
     more = ["(", *between, "call", ")*"] if many else []
     whole = " ".join([*before, "call", *more, *after])
     rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]

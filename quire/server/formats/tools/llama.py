@@ -35,7 +35,7 @@ class LlamaJsonFormat(ToolFormat):
         return True
 
     def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-        """Accept a semicolon, a comma, whitespace or a marker before the call. Consume nothing if there is no call."""
+        """Accepts a semicolon, comma, whitespace or marker before the call. False consumes nothing."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)
@@ -128,7 +128,7 @@ def _parse_expression(text: str) -> ast.Expression:
     try:
         return ast.parse(text, mode="eval")
     except SystemError:
-        # CPython 3.11 raises it if the garbage collector logs a traceback meanwhile, which parses too
+        # CPython 3.11 raises it if the garbage collector meanwhile logs a traceback, which also parses
         # (python/cpython#106905).
         return ast.parse(text, mode="eval")
 

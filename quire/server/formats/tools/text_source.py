@@ -1,4 +1,4 @@
-"""Text that arrives in pieces. Parsers are generators that yield for more, and decide only on sufficient text, so
+"""Text that arrives in pieces. Parsers are generators that yield for more. They decide only on sufficient text, so
 results do not depend on how text was cut.
 """
 
@@ -10,12 +10,11 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
-"""A parser that yields if it needs more text, and finally returns a Result."""
 
 MAX_TOOL_NAME_LENGTH = 256
 """Characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
-"""Whitespace within a call's marks. More is a model's repetition, and would be read again with each piece."""
+"""Whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
 
 SPACE = re.compile(r"\s*")
 
@@ -28,7 +27,7 @@ class TextSource:
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
-        """`final`: no more text will come. Return True if the parser has ended."""
+        """`final`: no more text will come. True: the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:
@@ -49,16 +48,15 @@ class TextSource:
         return taken
 
     def give_back(self, text: str) -> None:
-        """`text` is the end of the taken text."""
+        """`text`: the end of the taken text."""
         self.text = text + self.text
         self._taken_pieces[-1] = self._taken_pieces[-1].removesuffix(text)
 
     def save_place(self) -> int:
-        """Valid until `reset_taken`."""
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:
-        """Put back all text taken after `save_place` returned `place`."""
+        """Put back all text taken since `save_place` returned `place`."""
         self.text = "".join(self._taken_pieces[place:]) + self.text
         del self._taken_pieces[place:]
 
@@ -75,7 +73,7 @@ class TextSource:
             yield
 
     def take_exactly(self, literal: str) -> ParserSteps[bool]:
-        """Take `literal` if it comes next, without whitespace before it."""
+        """Whitespace before `literal` does not match."""
         while not self.is_closed and len(self.text) < len(literal) and literal.startswith(self.text):
             yield
         is_there = self.text.startswith(literal)

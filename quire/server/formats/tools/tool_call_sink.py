@@ -8,7 +8,7 @@ from quire.server.formats.tools import strict_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """Id and name of a new call, or a piece of arguments."""
+    """A new call's id and name, or a piece of arguments."""
 
     index: int
     """Counted from 0 in the message."""
@@ -18,7 +18,9 @@ class ToolCallDelta:
 
 
 class ToolCallSink:
-    """Whitespace around calls is not content. Unreadable text becomes arguments of the open call, otherwise content."""
+    """Whitespace around calls is not content. Unreadable text goes to the open call's arguments, otherwise to
+    content.
+    """
 
     def __init__(self, new_id: Callable[[int], str], max_calls: int | None = None) -> None:
         self._new_id = new_id
@@ -46,7 +48,7 @@ class ToolCallSink:
             self._content.append(shown)
 
     def open_call(self, name: str, id: str = "") -> None:
-        """`id` is the model's; it is replaced if not unique."""
+        """`id`: the model's, replaced if not unique."""
         self._pending_space = ""
         self._arguments = []
         self.last_complete = False

@@ -12,9 +12,7 @@ _SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive. Arguments of another form pass
-    unchanged.
-    """
+    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive. Other arguments pass unchanged."""
 
     def __init__(self) -> None:
         self._unread = ""

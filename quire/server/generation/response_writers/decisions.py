@@ -115,8 +115,8 @@ def choice_confidence(shares: Sequence[float]) -> float:
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """1 - d / u. d is the mean distance from the likeliest level; u is the mean distance from the middle level if all
-    are equally likely.
+    """1 - d / u: d is the mean distance from the likeliest level, u the mean distance from the middle one if all are
+    equally likely.
     """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])
@@ -126,7 +126,7 @@ def score_confidence(shares: Sequence[float]) -> float:
 
 
 def clamp_probability(value: float) -> float:
-    """Remove rounding errors."""
+    """Removes rounding errors."""
     return min(max(value, 0.0), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Answers in llama.cpp's form. Streams have no [DONE]: the last event of each choice has `stop`."""
+"""Answers in llama.cpp's form. Streams have no [DONE]: each choice's last event has `stop`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 
 ANY_SLOT = -1
-"""Requests have no slots here: all of them run in the same steps."""
+"""Requests have no slots: all run in the same steps."""
 RANDOM_SEED = 2**32 - 1
 """How llama.cpp reports a seed of -1."""
 
@@ -104,7 +104,6 @@ class LlamaCppWriter(AnswerWriter):
         return EVENT_PREFIX + error_info(error).encode_llama_cpp() + EVENT_END
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        """An object; a list if there are several choices."""
         bodies = []
         for answer in answers:
             text = answer.text
@@ -204,7 +203,7 @@ def stop_type(finish_reason: str | None, stop_reason: int | str | None) -> str:
 
 
 def select_fields(body: dict[str, object], paths: Sequence[str] | None) -> dict[str, object]:
-    """A path such as timings/prompt_ms names a field of a nested object. Unknown paths are ignored."""
+    """A path such as timings/prompt_ms names a nested field. Unknown paths are ignored."""
     if paths is None:
         return body
     selected = {}

@@ -18,7 +18,7 @@ TokenNamer = Callable[[int], str]
 def completion_logprobs(
     tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Each list has one entry per token. As in vLLM, top_logprobs begins with the sampled token."""
+    """Lists have one entry per token. As in vLLM, top_logprobs begins with the sampled token."""
     name = token_id_name if as_token_ids else tokenizer.token_display_text
     return {
         "tokens": [name(token.token_id) for token in tokens],

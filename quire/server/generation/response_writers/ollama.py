@@ -20,7 +20,7 @@ from quire.server.generation.response_writers.messages import parse_tool_argumen
 from quire.server.generation.vector_generation import VectorRequest
 
 OllamaShape = Literal["message", "response"]
-"""Field with the text: "message" for /api/chat, "response" for /api/generate."""
+"""The text's field: "message" for /api/chat, "response" for /api/generate."""
 
 
 class OllamaWriter(OutputPartWriter):
@@ -111,12 +111,12 @@ def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Seq
 
 
 def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embeddings, which has one prompt."""
+    """Answers /api/embeddings (one prompt)."""
     return encode_json({"embedding": vectors[0].tolist()})
 
 
 def normalize_vector(vector: np.ndarray) -> list[float]:
-    """Scale to length 1, like Ollama."""
+    """Like Ollama, scales to length 1."""
     length = float(np.linalg.norm(vector))
     normalized: list[float] = (vector / length if length else vector).tolist()
     return normalized

@@ -22,7 +22,7 @@ TEXT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""By item type: event prefix, and the done event's field with the full text."""
+"""By item type: event prefix, and the field of the whole text."""
 
 
 class ResponsesWriter(OutputPartWriter):
@@ -86,7 +86,7 @@ class ResponsesWriter(OutputPartWriter):
 
     @property
     def has_ended_unfinished(self) -> bool:
-        """The response ended before the model finished it."""
+        """The response ended before the model finished."""
         return self.final_response is None or self.status == "failed"
 
     def current_response(self, status: str) -> bytes:
@@ -150,7 +150,6 @@ class ResponsesWriter(OutputPartWriter):
         return self._encode_next_event(f"{TEXT_EVENTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
     def part_end_events(self, status: str = "completed") -> bytes:
-        """`status`: the response's."""
         part = self._open_part
         if part is None:
             return b""

@@ -1,4 +1,4 @@
-"""Each function is a VectorBodyWriter once the arguments before `request` are bound."""
+"""Functions that become VectorBodyWriters once the arguments before `request` are bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.generation.vector_generation import VectorRequest
 
 VectorList = Sequence[np.ndarray]
 ScorePairs = Sequence[tuple[int, int]] | None
-"""Score: cosine of two inputs' embeddings; None: each input is a pair, and its vector the score."""
+"""A score is the cosine of two inputs' embeddings; None: each input is a pair, and its vector the score."""
 
 
 def _list_body(request: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
@@ -111,7 +111,7 @@ def rerank_body(
     *,
     cohere: bool,
 ) -> bytes:
-    """/v1/rerank in Jina's form, /v2/rerank in Cohere's. `top_n`: 0 means all."""
+    """/v1/rerank in Jina's form, /v2/rerank in Cohere's. `top_n` 0: all."""
     relevance_scores = pair_scores(pairs, vectors)
     ranked_indices = sorted(range(len(relevance_scores)), key=lambda index: (-relevance_scores[index], index))
     results: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Fingerprints of what a body's prompt is rendered from, for cache diagnostics (server/cache_diagnostics.py)."""
+"""Fingerprints of what prompts are rendered from, for cache diagnostics (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fingerprint_message_prompt(
 def fingerprint_response_prompt(
     body: ResponsesRequest, chat: ChatRequest, prompt: Prompt, items: Sequence[InputItem]
 ) -> PromptFingerprint:
-    """`items`: those of earlier responses too."""
+    """`items`: also those of earlier responses."""
     parts = {
         "tools": [tool.model_dump() for tool in body.tools],
         "reasoning_effort": chat.reasoning_effort,

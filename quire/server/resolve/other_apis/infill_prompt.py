@@ -21,15 +21,15 @@ OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
 """For tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""llama.cpp's batch size: at most 3/4 of it are prefix, 1/4 is suffix. Shorter contexts: half the context."""
+"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. For shorter contexts, half the context."""
 MAX_TOKEN_CHARACTERS = 32
-"""Texts of more characters per token are cut before they are tokenized, since their tokens would not fit."""
+"""Texts with more characters per token are cut before tokenization: their tokens would not fit."""
 _GUARD = "\u263a"
-"""Character in front of a text, so that the tokenizer adds its first space before this and not before the text."""
+"""Precedes a text, so that the tokenizer adds its first space before this and not before the text."""
 
 
 def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
-    """Other files come first; if they are too long, their beginning is cut. Raises InvalidRequest if the tokenizer has
+    """Other files come first; their beginning is cut if they are too long. Raises InvalidRequest if the tokenizer has
     no infill tokens, and ContextLengthExceeded for a long `prompt`.
     """
     tokenizer = model.tokenizer
@@ -56,7 +56,7 @@ def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
 
 
 def infill_end_token_ids(model: ServedModel) -> list[int]:
-    """Tokens that end the answer in addition to the model's own, as in llama.cpp."""
+    """Like the model's own, these end the answer, as in llama.cpp."""
     names = (*PAD_TOKENS, *REPOSITORY_TOKENS, *FILE_SEPARATOR_TOKENS)
     ids = [model.tokenizer.backend.token_to_id(name) for name in names]
     return [token_id for token_id in ids if token_id is not None and token_id < model.vocab_size]

@@ -171,7 +171,6 @@ def can_limit_thinking(model: ServedModel) -> bool:
 
 
 def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
-    """Returns at least one."""
     system = system_texts(body)
     turns: list[ChatTurn] = []
     if system:
@@ -211,7 +210,7 @@ def append_user_turns(
 
 
 def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTurn]:
-    """Returns parts if there are images."""
+    """Parts if there are images."""
     shown = block.content
     if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
         text = (

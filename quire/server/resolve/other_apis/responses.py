@@ -150,7 +150,7 @@ def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConf
 
 
 def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
-    """Raises InvalidRequest for invalid text, or if the fields together are too large."""
+    """Raises InvalidRequest for invalid text, or if all fields are too large."""
     sizes = {}
     for name, value in fields.items():
         check_json_no_surrogates(value, name)
@@ -191,7 +191,7 @@ def load_items(
     owner: str,
     history: WebSocketHistory | None = None,
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Returns earlier and own items. Raises NeedsWorker, because there may be many."""
+    """Earlier and own items. Raises NeedsWorker, because there may be many."""
     folder = config.data_dir
     previous = body.previous_response_id
     cached_response = None if history is None else history.previous

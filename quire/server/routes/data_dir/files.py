@@ -40,7 +40,7 @@ MAX_FILE_BYTES = 512 << 20
 """OpenAI's limit."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
-"""Reserved per step if the length is not announced."""
+"""Reserved at a time if the length is not announced."""
 _MAX_NAME_LENGTH = 255
 _FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 UPLOAD_FORM_SCHEMA = {
@@ -113,7 +113,7 @@ class _UploadSpaceReserver:
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Reserve the largest size that fits. The first one must fit."""
+        """Reserves the largest size that fits. The first one must fit."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -189,7 +189,7 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 async def _receive_form(
     request: Request, upload: _UploadSpaceReserver
 ) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
-    """Yields file, name, purpose, and lifetime in seconds or None. Large content is in a temporary file."""
+    """File, name, purpose, and lifetime in seconds or None. Large content is in a temporary file."""
 
     encodings = parse_encodings(request.headers)
 
@@ -239,8 +239,8 @@ async def _receive_form(
 
 
 def _sanitize_content_type_header(content_type: str) -> Headers:
-    """Keeps only the boundary. Charsets are dropped (RFC 7578 has none): some of Python's yield half surrogates, take
-    quadratic time, or are not text. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
+    """Keeps only the boundary. Some of Python's charsets yield half surrogates, take quadratic time, or are not text;
+    RFC 7578 has none. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
     """
     try:
         media_type, options = parse_options_header(content_type)
@@ -287,7 +287,6 @@ def _check_origin(request: Request) -> None:
 
 
 async def _find_file(request: Request, file_id: str) -> StoredFile:
-    """Raises RequestNotFound."""
     return await find_or_raise(
         request, require_batch_runner(request).files.find, file_id, not_found=file_not_found(file_id, "file_id")
     )
@@ -298,7 +297,7 @@ def file_not_found(file_id: str, param: str) -> RequestNotFound:
 
 
 def require_batch_runner(request: Request) -> BatchRunner:
-    """Without --data-dir, raises RequestNotFound."""
+    """Raises RequestNotFound without --data-dir."""
     runner = get_server_context(request).batch_runner
     if runner is None:
         raise RequestNotFound("This server stores no files or batches: see --data-dir")

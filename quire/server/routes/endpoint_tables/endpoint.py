@@ -20,4 +20,4 @@ class Endpoint:
     """A body must match one of them."""
     route_class: type[RateLimitedRoute] = GenerationRoute
     in_schema: bool = True
-    """False for an alias of another path."""
+    """False: an alias of another path."""

@@ -16,7 +16,7 @@ _MAX_SHOWN_BYTES = 50
 _NULL = msgspec.Raw(b"null")
 _NOT_OBJECT_MESSAGE = "Each message must be a JSON object, sent as text"
 _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
-"""Appended to an event, they make it a POST's body: of two equal names, the last counts."""
+"""Ends an event's text and makes it a POST's body: of two equal names, the last counts."""
 
 
 class _Envelope(msgspec.Struct):
@@ -109,7 +109,7 @@ def encode_error_event(info: ErrorInfo, stream_id: str | None, headers: dict[str
 
 
 def encode_steer_failure(event: SteerEvent) -> str:
-    """OpenAI's event for a model that cannot be steered. It contains the refused input."""
+    """OpenAI's event for a model that cannot be steered. Contains the refused input."""
     message = "Responses cannot be steered here: send response.create when the response has ended"
     error = {"type": INVALID_REQUEST_TYPE, "code": "steering_not_supported", "message": message}
     steer = {"previous_response_id": event.previous_id or "", "input": event.input}

@@ -48,9 +48,8 @@ PATH = "/v1/responses"
 MAX_CONNECTION_SECONDS = 3600.0
 """OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
-"""Per connection."""
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""They apply to one request, and a connection has many."""
+"""For single requests; a connection has many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
@@ -170,7 +169,6 @@ class ResponsesSocket:
     # Events
 
     async def _read_events(self) -> CloseCode:
-        """Returns the close code."""
         while self._num_malformed < MAX_MALFORMED_EVENTS:
             await asyncio.sleep(0)  # with queued messages and a client that reads nothing, the rest never suspends
             first = await self._websocket.receive()
@@ -182,7 +180,7 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
-        """Returns a close code if the connection cannot continue."""
+        """A close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
@@ -202,7 +200,6 @@ class ResponsesSocket:
         return None
 
     async def _handle_event(self, message: ClientMessage, content: bytes) -> None:
-        """Raises EventRefused."""
         if message.is_binary:
             info = ErrorInfo(400, "Messages must be text, not binary", INVALID_REQUEST_TYPE)
             raise EventRefused(info)
@@ -289,8 +286,6 @@ class ClientMessage:
 
 
 class LaneResponseCache:
-    """The ResponseCache of a lane's request."""
-
     def __init__(self, lanes: Lanes, lane: Lane, previous: CachedResponse | None) -> None:
         self._lanes = lanes
         self._lane = lane
