@@ -26,7 +26,7 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""Unnamed adapters stay this long: a request may soon need their files."""
+"""A request may soon need an unnamed adapter's files."""
 
 
 class AdapterRegistry:
@@ -48,7 +48,7 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self._configured_names: set[str] = set()
         self._unnamed_since: dict[str, float] = {}
-        """Monotonic time at which each digest lost its last name."""
+        """Monotonic time at which a digest lost its last name."""
         self._change_lock = asyncio.Lock()
 
     @property
@@ -56,7 +56,6 @@ class AdapterRegistry:
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
-        """Raises ConfigError."""
         for name, digest in self._read_saved_digests_by_name().items():
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
@@ -145,7 +144,7 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Write atomically, readable by this user only. Only logs errors. `file` None: nothing is stored."""
+    """Atomic, readable by this user only. Only logs errors. `file` None: stores nothing."""
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -183,8 +182,8 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds, while the model loads. Raises ConfigError if --lora-modules are missing or do not fit.
-    `modules` None or empty: unknown.
+    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit. `modules` None or empty:
+    unknown.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
@@ -206,7 +205,7 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """Yields None if no adapters are served. `data_dir` keeps them across starts. Raises ConfigError."""
+    """None if no adapters are served. `data_dir` keeps them across starts. Raises ConfigError."""
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:
         yield None

@@ -14,7 +14,6 @@ encode_json = msgspec.json.Encoder().encode
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-"""Ends OpenAI's streams."""
 
 
 PING_EVENT = b": ping\n\n"
@@ -26,7 +25,7 @@ def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> 
 
 
 def encode_with_raw_fields(fields: Mapping[str, object], **raw_fields: bytes) -> bytes:
-    """A JSON object of `fields` (at least one) and `raw_fields`, which are already JSON."""
+    """Encodes `fields` (at least one) and `raw_fields`, which are already JSON, as one object."""
     more = [b',"%b":%b' % (name.encode(), value) for name, value in raw_fields.items()]
     return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
 
@@ -36,7 +35,7 @@ def join_json_array(encoded: Iterable[bytes]) -> bytes:
 
 
 def encode_ascii_json(value: object) -> bytes:
-    """For half surrogate pairs, which clients may send and UTF-8 cannot encode."""
+    """Also encodes half surrogate pairs, which clients may send and UTF-8 cannot encode."""
     return json.dumps(value).encode()
 
 

@@ -71,7 +71,6 @@ UNEXPECTED_MESSAGE = "The server had an error while processing your request. The
 
 
 _TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
-"""Matches ContextLengthExceeded's message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
 """Used unless the request or generation_config.json sets them."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""Most names that an error lists, and that are compared with the requested one."""
+"""How many names an error lists, and compares with the requested one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ class ServedModel(ServedModelSpec):
     """At least one; the first is the model's own."""
     chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
-    """Hosts for image URLs."""
     fetched_images: Mapping[str, bytes] = field(default_factory=dict)
     """The current request's images, by URL."""
     adapters: Collection[str] = ()
@@ -129,7 +128,7 @@ class ServedModel(ServedModelSpec):
         return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
-        """None, or "" as llama.vim sends it: the first name. Raises ModelNotFound."""
+        """None, or "" as llama.vim sends it, means the first name. Raises ModelNotFound."""
         if not requested_name:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:

@@ -12,7 +12,7 @@ class BytesByOwner:
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Earlier sizes of owners changed by the transaction; None outside one."""
+        """Earlier sizes of owners that the transaction changed; None outside one."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)

@@ -1,5 +1,5 @@
-"""Shares one engine among several API processes. The leader owns the engine's client; each other process has a
-SharedClient. The leader only knows which process has which open request: it keeps no text and no history.
+"""Shares one engine among several API processes. The leader owns the engine's client; the others have a SharedClient.
+The leader knows whose each open request is, but keeps no text and no history.
 """
 
 from __future__ import annotations
@@ -72,19 +72,18 @@ class ApiServerLeader:
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """Keyed by the API process's identity."""
+        """By the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
-        """Last answer to LASTING, keyed by the API process's number."""
+        """By API process number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
-        """Set when an API process has started or has failed to, then replaced by another event."""
+        """Set when an API process has started or failed to, then replaced."""
 
     def listen(self) -> None:
-        """Raises EngineError if the socket cannot be created."""
         self._wire.bind(self._address)
         self._tasks.begin(self._receive())
         self._tasks.begin(self._tick())
@@ -105,7 +104,6 @@ class ApiServerLeader:
         return channel
 
     def remove(self, identity: bytes) -> int:
-        """Abort the requests of an ended API process, and return their number."""
         channel = self._channels.pop(identity)
         channel.calls.end(EngineError("the API process has ended"))
         return self.client.drop(lambda reader: isinstance(reader, RelayReader) and reader.channel is channel)

@@ -31,11 +31,10 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResu
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20
-"""Lines kept to show if the engine fails."""
 _REBUILDS = frozenset(
     each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
 )
-"""Calls that may keep an engine's threads from running."""
+"""These may keep an engine's threads from running."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 """Time for the process to end by itself."""
@@ -43,7 +42,7 @@ _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
 """Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
-"""After this long without heartbeat or progress, the engine's threads are inspected too: see RunnableClock."""
+"""After this long without heartbeat or progress, the engine's threads are inspected: see RunnableClock."""
 
 
 class KilledDuringStart(EngineError):
@@ -51,11 +50,9 @@ class KilledDuringStart(EngineError):
 
 
 class EngineProcess:
-    """The constructor starts the process. Call `connect()` before sending or receiving.
-
-    The process's standard error is copied to ours, and its last lines are kept. `on_begun` gets ids of requests that
-    the engine is about to compute for the first time. Raises OSError if no process can be started, EngineError if there
-    is no place for its socket.
+    """Starts the process. Call `connect()` before sending or receiving. Standard error is copied to ours, and its last
+    lines are kept. `on_begun` gets ids of requests that the engine is about to compute for the first time. Raises
+    OSError if no process can be started, EngineError if there is no place for its socket.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -73,7 +70,7 @@ class EngineProcess:
         self._ready = False
         """False while the process builds an engine, which may keep its threads from running."""
         self._rebuild: int | None = START
-        """Id of the last call that rebuilds the engine."""
+        """The last call that rebuilds the engine."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
         """Why we killed the engine, if we did."""
@@ -104,9 +101,9 @@ class EngineProcess:
         self._last_heartbeat = clock.monotonic()
         self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
-        """`_clock` at the last heartbeat, and at the last one that reported progress."""
+        """`_clock` at the last heartbeat, and at the last one with progress."""
         self._stuck_ms = 0
-        """Milliseconds without progress in the current step, from the last heartbeat."""
+        """Without progress in the current step, by the last heartbeat."""
 
     @property
     def pid(self) -> int:
@@ -165,7 +162,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Kill the process when its heartbeats stop or a step makes no progress."""
+        """Kills the process when its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -190,25 +187,24 @@ class EngineProcess:
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Kill the process if it has not ended after `seconds`. `exited`: its `wait_for_exit`."""
+        """Kills the process after `seconds`. `exited`: its `wait_for_exit`."""
         await self._child.wait_for_exit(seconds)
         await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """End the process whatever it does: it holds nothing that must be saved."""
+        """End the process whatever it does: it has nothing to save."""
         # During its imports the process may take seconds to notice.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
-        """The process must have ended. Deletes the socket's folder too."""
+        """The process must have ended. Also deletes the socket's folder."""
         if self._wire is not None:
             self._wire.close()
         os.close(self._heartbeats)
         self._folder.close()
 
     def _read_heartbeats(self, closed: asyncio.Event) -> None:
-        """Sets `closed` at end of file."""
         try:
             read = os.read(self._heartbeats, 65536)
         except BlockingIOError:
@@ -263,18 +259,18 @@ class EngineProcess:
 class Launcher:
     start: Callable[[EngineConfig, Callable[[Sequence[str]], None], Mapping[str, str]], EngineProcess] = EngineProcess
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
-    """Seconds to wait before a start, by the number of preceding failures in a row."""
+    """Seconds to wait before a start, by the number of preceding failures."""
 
 
 def engine_json(config: EngineConfig) -> str:
-    """Without the server's settings."""
+    """Leaves out the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """Processes started in this block inherit a mask that blocks FAULT_SIGNALS from the start. A signal from another
-    process then waits until the engine can report its sender.
+    """Processes started in this block inherit a mask that blocks FAULT_SIGNALS. Another process's signal then waits
+    until the engine can report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -296,7 +292,7 @@ def _environment() -> dict[str, str]:
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Also for a starting engine. Without a process, delete the KV blocks on disk."""
+    """Without a process, deletes the KV blocks on disk. A starting engine can reset too."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

@@ -1,5 +1,5 @@
 """Messages between API processes, the leader and the engine process: msgpack over ZeroMQ on Unix sockets. Everything
-except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py) to the methods declared here.
+except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py) of the methods declared here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""Topic of questions about counts that outlive their API process: its last answer still counts after it has ended."""
+"""Topic of counts that outlive their API process: its last answer still counts."""
 LEADER = ""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
@@ -33,7 +33,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Outputs of one step, or of adds and aborts."""
+    """Outputs of a step, or of adds and aborts."""
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
@@ -46,7 +46,7 @@ class SharedStep(msgspec.Struct, frozen=True, array_like=True):
 
     outputs: list[EngineCoreOutput]
     record: StepRecord | None
-    """Sent to all API processes, even those without a request in the step."""
+    """All API processes get it, even without a request in the step."""
     replica: int
     weights_version: str
     counts: bool
@@ -54,15 +54,15 @@ class SharedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The steps of one turn of the leader's event loop, in order."""
+    """Steps of one turn of the leader's event loop."""
 
     steps: list[SharedStep]
     stats: list[EngineStats]
-    """Per engine, after its last step."""
+    """After each engine's last step."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """The result of START and `load_weights`: a started or rebuilt engine without requests."""
+    """Result of START and `load_weights`: an engine without requests."""
 
     info: EngineInfo
     failure: str | None = None
@@ -83,7 +83,7 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     quarantined: int
     failure: Fault | None
     open: dict[str, int]
-    """Open requests of all API processes, by tenant."""
+    """All API processes' open requests, by tenant."""
     queued_tokens: int
 
 
@@ -193,7 +193,6 @@ def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCor
 
 
 def attach_images(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
-    """Undo `detach_images`."""
     if not images:
         return requests
     known = {image.digest: image for image in images}

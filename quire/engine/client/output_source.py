@@ -7,7 +7,7 @@ from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput
 
 Versions = list[tuple[str, int]]
-"""Each version that computed tokens of a request, with its number of tokens, in order."""
+"""Versions that computed a request's tokens, with token counts, in order."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -29,13 +29,13 @@ class OutputSink(Protocol):
 
 
 class OutputSource(ABC):
-    """The outputs of a group of requests, in order of arrival. Each iteration gives at most one output per request.
-    Iteration stops when all requests have ended, or raises the error that ended them. Call `close` to stop reading.
+    """Outputs of a group of requests, in order of arrival; at most one per request and iteration. Iteration stops when
+    all requests have ended, or raises their error. Call `close` to stop reading.
     """
 
     @property
     def is_replaying(self) -> bool:
-        """True while the last outputs came from an earlier attempt."""
+        """The last outputs came from an earlier attempt."""
         return False
 
     @property

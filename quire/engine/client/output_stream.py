@@ -15,7 +15,7 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Unread tokens that a stream keeps, some 20 MB; each reported alternative to a token counts as another token."""
+"""Unread tokens that a stream keeps, about 20 MB; each reported alternative counts as another token."""
 
 
 class Reader(Protocol):
@@ -24,7 +24,7 @@ class Reader(Protocol):
     ids: Sequence[str]
     tenant: str
     call: str
-    """Id of the API call, for `EngineClient.cancel`."""
+    """The API call's id, for `EngineClient.cancel`."""
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
@@ -37,16 +37,15 @@ class Reader(Protocol):
 
 
 class OutputStream(OutputSource):
-    """The engine's outputs for a group of requests (the n choices of one call).
-
-    Each iteration merges everything since the last one, so a slow reader gets fewer and larger outputs. Raises
-    EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG tokens wait to be read.
+    """The engine's outputs for the n choices of a call. Each iteration merges everything since the last one, so a slow
+    reader gets fewer and larger outputs. Raises EngineError when the engine has ended for good, and SlowReader when
+    more than MAX_BACKLOG tokens wait.
     """
 
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """abort: takes the id of a request that is no longer read, and a reason."""
+        """abort: takes an unread request's id, and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -61,11 +60,11 @@ class OutputStream(OutputSource):
         self._waiting_reader: asyncio.Future[None] | None = None
         """The next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
-        """`_hand_on` will run at the end of this turn of the event loop."""
+        """`_hand_on` will run at the end of the event loop's turn."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Called with each request's last output before the reader gets it. The bool is True if the reader will find
-        tokens with it.
+        """Called with a request's last output before the reader gets it. The bool: the reader will find tokens
+        with it.
         """
         self._weights_version = weights_version
         self._versions: dict[str, Versions] | None = None
@@ -104,9 +103,7 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Add an output. A sink gets its outputs when the turn of the event loop ends, so those of several steps reach
-        it together.
-        """
+        """A sink gets its outputs when the event loop's turn ends, so those of several steps reach it together."""
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:
@@ -133,7 +130,6 @@ class OutputStream(OutputSource):
 
     @property
     def unread(self) -> Sequence[EngineCoreOutput]:
-        """One merged output per request."""
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
@@ -164,7 +160,7 @@ class OutputStream(OutputSource):
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Use the sink, or wake the reader if the sink cannot take the outputs."""
+        """Wakes the reader if the sink cannot take the outputs."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return

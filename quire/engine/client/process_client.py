@@ -48,7 +48,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """cores: bind the process to them; empty: any. environment: added to ours."""
+        """cores: the process's; empty: any. environment: added to ours."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -59,7 +59,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats = EngineStats()
-        """Counters of earlier engine processes, summed."""
+        """Sums of earlier engine processes."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
@@ -69,7 +69,7 @@ class ProcessClient(ExclusiveClient):
         self._content = ""
         """See EngineInfo.content."""
         self._change: Change | None = None
-        """The change under way; `ready` is False meanwhile."""
+        """The change under way; `ready` is then False."""
         self._wakes = asyncio.Event()
         """Set when a change needs a process while the client sleeps without one."""
         self._ending = False
@@ -102,12 +102,12 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def changing(self) -> bool:
-        """True if the engine sleeps, or is about to sleep or to change its weights."""
+        """The engine sleeps, or is about to sleep or to change its weights."""
         return self.asleep or self._change is not None
 
     @property
     def free(self) -> bool:
-        """True if a new request is computed soon."""
+        """A new request would be computed soon."""
         return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
@@ -126,7 +126,6 @@ class ProcessClient(ExclusiveClient):
             await self._exchange(call, self._config, self.weights_version, self._on_checked)
 
     async def shorten(self, max_model_len: int) -> None:
-        """Rebuilds the engine."""
         self._fitted["max_model_len"] = max_model_len
         await self.load(None, self.weights_version)
 
@@ -247,7 +246,7 @@ class ProcessClient(ExclusiveClient):
 
     async def _start_engine(self, tries: int) -> EngineInfo:
         """Raises the last error after `tries` failures in a row: ConfigError for a refused configuration, EngineError
-        with the last lines of standard error. Starts that were killed from outside do not count.
+        with the last lines of standard error. Starts killed from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -285,7 +284,7 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """If supervising fails, end all streams with an error, so none waits forever."""
+        """A failure ends all streams with an error, so none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
@@ -426,7 +425,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """Another engine must compute this one's requests. external: no request can be the cause."""
+        """Another engine must compute the requests. external: no request can be the cause."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)

@@ -1,5 +1,5 @@
-"""The leader's view of one API process. One message carries the outputs of all its requests, because a message costs as
-much as the tokens of about ten streams.
+"""The leader's view of one API process. One message carries all its outputs, because a message costs as much as the
+tokens of about ten streams.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ class ApiProcessChannel:
         self.fault: Fault | None = None
         """Why the process could not start."""
         self.silence = 0.0
-        """Seconds since the last message, not counting time in which the leader could not receive."""
+        """Seconds since the last message, without time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
-        """Outputs of the step being filled."""
+        """Of the step being filled."""
         self._steps: list[SharedStep] = []
         self._write = send
 
     def begin(self, record: StepRecord | None, replica: int, version: str, *, counts: bool) -> None:
-        """The next outputs belong to this step."""
         if not self.welcomed:
             return
         self.outputs = []

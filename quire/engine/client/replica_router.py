@@ -37,13 +37,13 @@ class Router:
         """Open requests by replica, numbered from 0."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """Per replica, the pieces it should have cached, the most recently used last. A piece is there only with all
+        """Pieces that each replica should have cached, the most recently used last. A piece is there only with all
         pieces before it in its prompt.
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
         """Choose a replica for this prefix, and count the request as open there.
-        The longest cached prefix wins, unless that replica's excess of open requests over the least loaded one exceeds
+        The longest cached prefix wins, unless its replica's excess of open requests over the least loaded one exceeds
         its excess of cached pieces, or MOST_AHEAD: a request in the batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
@@ -60,7 +60,6 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
-        """Open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:

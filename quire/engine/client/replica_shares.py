@@ -11,7 +11,6 @@ from quire.engine.processes.cpu_cores import allowed_cores, cpu_quota, node_core
 from quire.engine.processes.gpus import VisibleGPUs, describe_division, divide_gpus
 
 _THREADS = "OMP_NUM_THREADS"
-"""Applies to each process."""
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
@@ -47,8 +46,8 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """Host memory and threads in `config` are totals, divided evenly. Each replica gets its own folder in
-    --kv-offload-dir. `cores`: by replica. `root`: see cpu_quota.
+    """Host memory and threads in `config` are divided evenly. Each replica gets its own folder in --kv-offload-dir.
+    `cores`: by replica. `root`: see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":

@@ -1,6 +1,5 @@
-"""Several engines of one model behind one client. When an engine ends, its requests continue on another. If none can
-compute now, because all sleep or restart, requests wait here. A replica that cannot be restarted is left out; the
-client fails with the last one.
+"""Several engines of one model behind one client. When an engine ends, its requests continue on another. Requests wait
+here while all engines sleep or restart. A replica that cannot restart is left out; the client fails with the last one.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class ReplicatedClient(ExclusiveClient):
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
-        """Replica of each open request, by request id."""
+        """By request id."""
         self._unplaced: dict[str, None] = {}
-        """Open requests without a replica, in order."""
+        """In order."""
         self._started = False
 
     @property
@@ -111,7 +110,7 @@ class ReplicatedClient(ExclusiveClient):
         await self._change(lambda each: each.check(weights))
 
     async def _change(self, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Change all replicas. If none can, raise one replica's error."""
+        """Changes all replicas. If none can, raises one replica's error."""
         living = [each for each in self._replicas if each.failure is None]
         if self.failure is not None:
             raise self.failure
@@ -126,7 +125,7 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeat a change that failed only here, once the replica is back. A replica that refuses it is given up."""
+        """Repeats a change that failed only here, once the replica is back. A replica that refuses it is given up."""
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:
@@ -195,14 +194,13 @@ class ReplicatedClient(ExclusiveClient):
             self._replicas[number].send(requests)
 
     def _forget_place(self, request_id: str) -> ProcessClient | None:
-        """Return the request's replica."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             self._router.record_request_end(replica.number)
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Move a replica's requests to others, except suspects."""
+        """Suspects stay."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -249,7 +247,6 @@ class ReplicatedClient(ExclusiveClient):
         self.owner.give_up(request_id, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """The other replicas continue."""
         if self.failure is not None or not self._started:
             return
         if all(each.failure is not None for each in self._replicas):

@@ -68,8 +68,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """address: the leader's. identity: this process's name. alive_seconds: heartbeat interval. silence_seconds: if
-        the leader is silent this long, all calls and requests that wait for it fail.
+        """address: the leader's. identity: this process's name. alive_seconds: heartbeat interval. silence_seconds: a
+        leader silent for this long fails all calls and requests that wait for it.
         """
         super().__init__()
         self._make_wire = wire
@@ -80,7 +80,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.inherited: bytes | None = None
         """The predecessor's last answer to LASTING (messages.py)."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
-        """Called when a bug in this process keeps it from following the leader."""
+        """Called when a bug keeps this process from following the leader."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
@@ -88,7 +88,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """Seconds since the leader's last message: see ApiProcessChannel.silence."""
+        """See ApiProcessChannel.silence."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._handle_failure)
@@ -132,8 +132,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Return the answers of the other API processes, or of the named one (LEADER: the leader). Omits processes that
-        do not answer in time. Raises EngineError if the leader has no answer.
+        """Answers of the other API processes, or of the named one (LEADER: the leader). Omits late ones. Raises
+        EngineError if the leader has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -274,7 +274,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """Refuses process groups: a group would have one member in this process, but any API process may get its calls."""
+    """A group would have one member in this process, but any API process may get its calls."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest(

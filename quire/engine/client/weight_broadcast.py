@@ -25,7 +25,7 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""Added to the group's timeout before a receiver counts as hanging."""
+"""Beyond the group's timeout a receiver counts as hanging."""
 _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
@@ -45,13 +45,12 @@ class Group(NamedTuple):
 class Tensor(NamedTuple):
     name: str
     dtype: str
-    """float32, bfloat16 or float16."""
     shape: Sequence[int]
 
 
 class WeightsGroup:
-    """Call all methods from the client's event loop. A server has one group at a time. Calls run one after another, and
-    complete even if they are no longer awaited.
+    """Call all methods from the client's event loop. There is one group at a time. Calls run one after another, and
+    complete even if no longer awaited.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -61,14 +60,14 @@ class WeightsGroup:
         self._group: Group | None = None
         self._turn = asyncio.Lock()
         self._root: Path | None = None
-        """Parent of all folders; the receiver removes it when this process is gone."""
+        """Parent of all folders. The receiver removes it when this process is gone."""
         self._folders = 0
         self._partial: Path | None = None
-        """Folder of the incomplete model."""
+        """Of the incomplete model."""
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leave the previous group and wait for all members. Raises InvalidRequest if they do not come."""
+        """Leaves the previous group and waits for all members. Raises InvalidRequest if they do not come."""
 
         async def join_group() -> None:
             await self._forget()
@@ -93,9 +92,7 @@ class WeightsGroup:
         await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Take part in one broadcast per tensor. If the group breaks, drop it and raise InvalidRequest; the old weights
-        stay.
-        """
+        """One broadcast per tensor. If the group breaks, raises InvalidRequest; the old weights stay."""
 
         async def receive_tensors() -> None:
             if self._group is None:
@@ -114,7 +111,7 @@ class WeightsGroup:
         await to_its_end(self._turn, receive_tensors())
 
     async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
-        """Use the weights received since the last call. Raises as Weights.update does."""
+        """Uses the weights received since the last call. Raises as Weights.update does."""
 
         async def serve_weights() -> str:
             if self._partial is None:
@@ -135,7 +132,7 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """Delete all files. Call it after the client's end."""
+        """Deletes all files: call it after the client's end."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)

@@ -1,6 +1,6 @@
 """Releases, restores or replaces an engine's weights while requests are open, one change at a time.
-Each change rebuilds the engine and resubmits every open request with its tokens, as after a crash (process_client.py).
-So streams survive, and nothing that the old weights computed, such as a cached prefix, reaches the new ones.
+Each change rebuilds the engine and resubmits open requests with their tokens, as after a crash (process_client.py). So
+streams survive, and nothing that the old weights computed reaches the new ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""What happens to open requests. keep: they continue with the new weights; wait: they finish first, while newer ones
-wait; abort: they end at once with the tokens they have.
+"""What happens to open requests. keep: they continue with the new weights; wait: they finish first; abort: they end at
+once with the tokens they have.
 """
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
@@ -37,7 +37,7 @@ class Change:
     version: str
     call_id: int
     take_result: Callable[[UtilityResult], None]
-    """Called as soon as the engine process has a result."""
+    """Called at once with the engine process's result."""
     done: asyncio.Future[None]
 
 
@@ -60,8 +60,8 @@ class Weights:
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """Release weights and KV cache until `wake_up`. If already asleep, only set `refuse`.
-        level 1: the engine's process stays, so it wakes soon; 2: it ends, which frees all its memory. refuse: new
-        requests fail instead of waiting. Raises EngineError if the engine cannot be reached.
+        level 1: the engine's process stays and wakes soon; 2: it ends, which frees all memory. refuse: new requests
+        fail instead of waiting. Raises EngineError if the engine cannot be reached.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -76,7 +76,7 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Restore the weights. Raises ConfigError, and stays asleep, if they or memory for them are unavailable."""
+        """Raises ConfigError, and stays asleep, if the weights or memory for them are unavailable."""
 
         async def wake() -> None:
             if self._engine_core.asleep:
@@ -86,9 +86,9 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Load weights from a folder or GGUF file, wake the engine, and return the weights' version.
-        version: their name; default: a counter. Raises InvalidRequest if they do not have the model's shape,
-        ConfigError if they cannot be loaded; the old weights then stay.
+        """Load weights from a folder or GGUF file, wake the engine, and return their version.
+        version: default: a counter. Raises InvalidRequest if they do not have the model's shape, ConfigError if they
+        cannot be loaded; the old weights then stay.
         """
         weights_path = absolute(path)
         check = partial(self._engine_core.check, weights_path)
@@ -104,7 +104,7 @@ class Weights:
         path: str | None = None,
     ) -> str:
         """Like `update`. `load` gets the version. `check` may refuse the weights before requests are affected. `path`:
-        the weights' source, if they come from files.
+        the weights' files, if any.
         """
         check_mode(mode)
 
@@ -136,7 +136,7 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Run a call under its lock, even if it is no longer awaited: the engine may have released its weights already."""
+    """Runs the call under its lock, even if no longer awaited: the engine may have released its weights already."""
 
     async def run_in_turn() -> Result:
         async with turn:
@@ -148,13 +148,12 @@ async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> R
 
 
 def check_mode(mode: str) -> None:
-    """Raises InvalidRequest."""
     if mode not in MODES:
         raise InvalidRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r}", param="mode")
 
 
 def absolute(path: str) -> str:
-    """Raises InvalidRequest if there is no such file or folder."""
+    """Raises InvalidRequest if nothing is there."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

@@ -65,7 +65,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Orders the parts of a split model. Omits incomplete models."""
+    """Orders a split model's parts. Omits incomplete models."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -80,7 +80,7 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """Without a tag, select the nearest to Q4_K_M. Raises ModelError naming the tags."""
+    """Without a tag, the nearest to Q4_K_M. Raises ModelError naming the tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)

@@ -40,7 +40,7 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     shape: tuple[int, ...]
-    """In reverse of the file's order: the contiguous axis is last."""
+    """Contiguous axis last, the reverse of the file."""
     type: GGMLType
     file: Path
     offset: int
@@ -240,7 +240,6 @@ class _HeaderReader:
         return number
 
     def _read_exactly(self, length: int) -> bytearray:
-        """Raises ModelError at the end of the file."""
         end = self._position + length
         if end > len(self.data):
             if end > self._file_size:

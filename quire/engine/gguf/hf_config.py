@@ -110,7 +110,7 @@ def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: in
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
-    """A scalar, or a list of equal values per layer."""
+    """A scalar, or equal values per layer."""
     if not metadata.is_list(key):
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
@@ -143,7 +143,7 @@ def _dtype(header: GGUFHeader) -> str:
 
 
 def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
-    """Types and average bits per weight of linears, for display."""
+    """Types and average bits per weight, for display."""
     linears = [
         tensor
         for name, tensor in header.tensors.items()

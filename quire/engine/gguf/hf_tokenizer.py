@@ -94,7 +94,7 @@ def tokenizer_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def eos_token_ids(header: GGUFHeader) -> list[int]:
-    """Includes well-known end tokens of the vocabulary."""
+    """Includes well-known end tokens."""
     tokens, _ = _tokens_and_types(header)
     named = [_role_token_id(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
     return list(dict.fromkeys([*(index for index in named if index is not None), *_known_end_token_ids(tokens)]))
@@ -111,12 +111,11 @@ def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
 
 
 def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
-    """None without a tokenizer."""
     return len(header.get_strings(f"{_PREFIX}tokens")) or None
 
 
 def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
-    """As in llama.cpp, end tokens become control tokens: prompts encode them as one token, and answers hide them."""
+    """As in llama.cpp, end tokens become control tokens: one token in prompts, hidden in answers."""
     tokens = header.get_strings(f"{_PREFIX}tokens")
     if not tokens:
         raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")
@@ -131,7 +130,6 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
-    """None if missing or out of range."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None
@@ -188,7 +186,7 @@ def _sentence_piece_fields(header: GGUFHeader, vocabulary: dict[str, int], types
 def _derive_merges(
     header: GGUFHeader, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[list[str]]:
-    """Yield all pairs that form a token, highest score first. SentencePiece has no merges."""
+    """All pairs that form a token, highest score first. SentencePiece has no merges."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
         raise _key_error(header, "tokens", "are too long in total to be split into merges")
@@ -206,7 +204,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """Adds BOS and EOS if the file asks for them. `adds_bos`: the default for a missing add_bos_token."""
+    """BOS and EOS as the file asks. `adds_bos`: for a missing add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

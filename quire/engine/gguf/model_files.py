@@ -39,7 +39,7 @@ def find_model_in_python_package(name: str) -> Path | None:
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """The GGUF file, or the first part of a split one. None if there are safetensors. Raises ModelError for several."""
+    """The file, or a split one's first part. None if there are safetensors. Raises ModelError for several."""
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
     files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]
@@ -106,13 +106,12 @@ class ModelFiles:
         return f"{self._path.name}, read as {name}" if self._generators else name
 
     def read_json_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-        """None if there is no such file. Raises ModelError."""
         if self._generators:
             return self._generators[name](self._header) if name in self._generators else None
         return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-        """Like read_json_file, unparsed."""
+        """read_json_file, unparsed."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()

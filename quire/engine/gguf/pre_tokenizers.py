@@ -1,5 +1,5 @@
-"""Patterns of byte-level pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to those in
-tokenizer.json. Each in turn splits into matches and the text between.
+"""Byte-level pre-tokenizers' patterns by llama.cpp's names (tokenizer.ggml.pre), equivalent to tokenizer.json's. Each
+in turn splits into matches and the text between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Reports which prompt tokens were computed before, and why the prefix cache did not have them.
-
-Prompts are compared with the tokens recently computed for their tenant, outside the scheduler. Evictions are not
-attributed, so a tenant learns nothing about others.
+"""Reports which prompt tokens were computed before, and why the prefix cache did not have them. Prompts are compared
+with tokens recently computed for their tenant, outside the scheduler. Evictions are not attributed, so a tenant learns
+nothing about others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, encode_prompt_tok
 MAX_TENANT_BYTES = 16 << 20
 """About 900,000 tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""The tenant with the oldest last request loses tokens first."""
+"""Above it, the tenant with the oldest last request loses tokens first."""
 _MAX_TURN_SLACK = 8
 """The next turn may lack these last prompt tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
@@ -40,7 +39,6 @@ class _OpenRequest:
     request: EngineCoreRequest
     turn: _PromptInConversation
     visit: Visit | None = None
-    """None while no engine computes the request."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
     """Prompt tokens only."""
@@ -50,7 +48,7 @@ class _OpenRequest:
 
 @dataclass(slots=True)
 class _PromptInConversation:
-    """Shared by a call's requests with the same prompt."""
+    """A call's requests with the same prompt share it."""
 
     prompt: list[int]
     conversation: Conversation | None = None
@@ -193,7 +191,7 @@ class PrefixMissTracker:
         self._store_visit(tree, tokens, open_request.visit)
 
     def _get_or_make_tenant_tree(self, request: EngineCoreRequest) -> PrefixTree:
-        """Without API keys all callers are one tenant, so each cache salt gets its own tree."""
+        """Without API keys all callers are one tenant, so each cache salt has its own tree."""
         tree_key = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
         tree = self._trees.get(tree_key)
         if tree is None:
@@ -203,7 +201,6 @@ class PrefixMissTracker:
         return tree
 
     def _store_visit(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
-        """Above the total limit, the least recent tenants lose tokens."""
         self.total_bytes -= tree.num_bytes
         tree.add_visit(tokens, visit)
         self.total_bytes += tree.num_bytes
@@ -281,9 +278,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Return the first difference from the nearest earlier sequence; the number of later tokens that also occur in
-        that sequence; its visit, if the prompt continues its conversation; and whether both prompts end alike, which
-        means that one is a rewritten form.
+        """Returns the first difference from the nearest earlier sequence; the number of later tokens that also occur in
+        that sequence; its visit, if the prompt continues its conversation; and whether both prompts end alike: one is
+        then a rewritten form.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
@@ -307,7 +304,7 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
-        """Return whether the prompt continues the conversation, how many later tokens both share, and whether both
+        """Returns whether the prompt continues the conversation, how many later tokens both share, and whether both
         prompts end alike.
         """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]

@@ -1,4 +1,4 @@
-"""A tree of the tokens recently computed for a tenant, in pieces. Least recently used pieces are dropped first, a
+"""A tree of the tokens recently computed for a tenant, in pieces. The least recently used are dropped first, a
 sequence's end before its beginning.
 """
 
@@ -17,11 +17,10 @@ EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
 """Without tokens. Measured, and rounded up."""
 _MAX_NAMESPACES = 3
-"""Namespaces that a piece remembers."""
 _MAX_NEIGHBOURS = 32
-"""Pieces after a common prefix that are compared with a prompt, most recently used first."""
+"""Bounds the pieces after a common prefix that are compared with a prompt, most recently used first."""
 _MAX_COMPARED_TOKENS = 65_536
-"""Tokens compared after the first difference."""
+"""Bounds the tokens compared after the first difference."""
 
 
 class CacheNamespace(NamedTuple):
@@ -54,7 +53,7 @@ class Visit:
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
-    """PrefixTree.total_load when the request ended."""
+    """PrefixTree.total_load at the request's end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,9 +81,9 @@ class Neighbour(NamedTuple):
 @dataclass(slots=True)
 class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
-    """Per leading piece, in the prompt's namespace."""
+    """One per leading piece, in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """Per later piece, in other namespaces."""
+    """One per later piece, in other namespaces."""
     num_tail_tokens: int = 0
     """Tokens after `matched_visits` shared with the nearest sequence."""
     tail_visit: Visit | None = None
@@ -126,7 +125,6 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """The visit becomes the latest of its pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):
@@ -163,7 +161,7 @@ class PrefixTree:
             parent.children = None
 
     def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
-        """Drop last pieces that the new one extends, such as a prompt's end when its answer comes."""
+        """Drops last pieces that the new one extends, such as a prompt's end when its answer comes."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
             has_one_namespace = all(each.namespace == namespace for each in child.visits)
             if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):

@@ -22,7 +22,7 @@ from quire.engine.common import clock
 
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
-"""From Linux's sys/prctl.h: send this process a signal when its parent ends."""
+"""From Linux's sys/prctl.h: signal to get when the parent ends."""
 
 
 def module(name: str) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def module(name: str) -> tuple[str, ...]:
 
 
 class Child:
-    """Runs Python. The configuration is the first line of standard input, which stays open while the parent lives.
+    """Runs Python. Standard input has the configuration as its first line, and stays open while the parent lives.
     Raises OSError if no process can be started.
     """
 
@@ -114,7 +114,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Ask the processes to end, wait up to `seconds` for all of them, then kill the rest."""
+    """Asks the processes to end, waits up to `seconds` for all, then kills the rest."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -122,7 +122,6 @@ def end_processes(
 
 
 def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator[None]:
-    """Yield until all processes have ended."""
     deadline = clock.monotonic() + seconds
     while running := [process for process in processes if process.returncode is None]:
         if clock.monotonic() >= deadline:
@@ -133,7 +132,7 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """The child's working directory; None: ours. PyTorch's libraries need one to load, so a deleted one is replaced."""
+    """A deleted directory is replaced: PyTorch's libraries need one to load."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -142,7 +141,7 @@ def _directory() -> str | None:
 
 
 def read_configuration() -> bytes:
-    """Read one line of standard input and no byte more, because `end_with_parent` reads the rest."""
+    """Reads one line of standard input and no byte more: `end_with_parent` reads the rest."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -161,8 +160,8 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent ends, because a hanging or stopped process does not
-    read standard input. If the parent has already ended, exit.
+    """On Linux the kernel kills this process when its parent ends, because a hanging or stopped process does not read
+    standard input. Exits if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

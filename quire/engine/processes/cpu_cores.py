@@ -1,7 +1,6 @@
 """Assigns cores to ranks or replicas, and counts usable CPUs.
 Linux allocates memory on the NUMA node where a thread runs, so a thread that stays on its cores has its weights and KV
-blocks near. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time: more threads than that only wait
-while the group is throttled.
+blocks near. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time: more threads than that only wait.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Cores in `allowed` for each of `count` processes: those of one node, or of several if nodes outnumber processes.
-    None if fewer than two nodes are known or needed.
+    """Cores in `allowed` for each process: those of one node, or of several if nodes outnumber processes. None if fewer
+    than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -43,7 +42,7 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Also binds threads that this thread starts later. An empty set changes nothing."""
+    """Also binds threads started later. An empty set changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
@@ -60,7 +59,7 @@ def _nodes(root: Path) -> list[Set[int]]:
 
 
 def _parse_core_list(text: str) -> Set[int]:
-    """text: such as 0-3,8."""
+    """Such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
@@ -73,13 +72,13 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that this process's control groups (v1 or v2) and their parents allow. None: no limit."""
+    """CPUs' worth of time that this process's control groups (v1 or v2) allow. None: no limit."""
     return min((quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None), default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:
     """This process's CPU groups, each with its parents. A container may see its group as the root or under its path on
-    the host, so some folders may not exist.
+    the host, so some may not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

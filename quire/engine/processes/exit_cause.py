@@ -1,5 +1,5 @@
-"""Decides whether an engine process ended through its own fault: by a crash, exit, hang or lack of memory. If so, its
-requests are suspects. A kill from outside never counts against a request.
+"""Decides whether an engine process ended through its own fault: a crash, exit, hang or lack of memory. Then its
+requests are suspects. A kill from outside never counts against them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 FAULT_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 )
-"""Signals by which a process normally reports its own fault. Another process can send them too; engine/main.py tells
-the cases apart.
+"""By these a process normally reports its own fault. Another process can send them too; engine/main.py tells the cases
+apart.
 """
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
-"""The kernel's signals for exceeded resource limits."""
+"""From the kernel, for exceeded limits."""
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
 
@@ -28,9 +28,9 @@ class ExitCause:
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """code: exit code, or minus the signal, as in subprocess. sender: process id of a FAULT_SIGNALS sender; None: no
-    sender. oom_kills: processes killed for lack of memory while this engine ran; None: unknown, and a SIGKILL then
-    never counts as external.
+    """code: as in subprocess, minus the signal. sender: process id of a FAULT_SIGNALS sender, if any. oom_kills:
+    processes killed for lack of memory while this engine ran; None: unknown, and a SIGKILL then never counts as
+    external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

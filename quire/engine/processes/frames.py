@@ -31,7 +31,6 @@ async def receive_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
-    """None at the end of the pipe."""
     head = pipe.read(FRAME_HEADER.size)
     if len(head) < FRAME_HEADER.size:
         return None
@@ -40,10 +39,9 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 class Inbox:
-    """Reads messages in a thread, so that senders never wait for the consumer."""
+    """Reads in a thread, so that senders never wait for the consumer."""
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
-        """`read` returns None after the last message."""
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 

@@ -33,13 +33,12 @@ class TorchBuild(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class VisibleGPUs:
     variable: str
-    """Name of the variable that restricts a process's GPUs."""
+    """Restricts a process's GPUs."""
     ids: tuple[str, ...]
     """Indices or UUIDs."""
 
 
 def read_torch_build() -> TorchBuild:
-    """Does not import PyTorch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return TorchBuild()
@@ -57,8 +56,8 @@ def find_gpus(
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
     """GPUs that PyTorch uses with this --device; None: the CPU. `root`: the folder that holds dev and sys. "auto"
-    follows choose_device (worker/device_plan.py), except on machines whose GPUs are not files in /dev. Raises
-    ConfigError if the operator names a GPU twice.
+    follows choose_device (worker/device_plan.py) if GPUs are files in /dev. Raises ConfigError if the operator names a
+    GPU twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None
@@ -85,7 +84,7 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """The operator's list of GPUs; None: all. HIP falls back to CUDA's variable."""
+    """None: all. HIP falls back to CUDA's variable."""
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 
@@ -105,7 +104,7 @@ def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list
 
 
 def describe_division(parts: Sequence[Sequence[str]]) -> str:
-    """Such as: replica 0 on GPU 0, replica 1 on GPU 1."""
+    """replica 0 on GPU 0, replica 1 on GPU 1."""
     return ", ".join(
         f"replica {index} on GPU{'s' if len(part) > 1 else ''} {' and '.join(part)}" for index, part in enumerate(parts)
     )
@@ -131,13 +130,13 @@ def _split(listed: str) -> list[str]:
 
 
 def _count_nvidia_gpus(root: Path) -> int:
-    """A container has only its own GPUs' files. WSL has one file for all GPUs, which counts as one."""
+    """A container has only its own GPUs' files. WSL has one file, which counts as one GPU."""
     files = [each for each in (root / "dev").glob("nvidia[0-9]*") if each.name.removeprefix("nvidia").isdigit()]
     return len(files) or int((root / "dev/dxg").exists())
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """/sys shows all GPUs of the machine, but a container has only its own GPUs' files."""
+    """/sys shows the machine's GPUs, but a container has only its own files."""
     if not (root / "dev/kfd").exists():
         return 0
     count = 0

@@ -1,7 +1,5 @@
-"""The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON.
-
-A note written just before a crash still reaches the parent. The pipe closes however the process ends, so the parent
-notices.
+"""The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON. A note written just
+before a crash still arrives. The pipe closes however the process ends, so the parent notices.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
-    """Milliseconds since the current step began or last made progress; 0 if no step is running."""
+    """Since the current step began or last made progress; 0 without a step."""
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -36,7 +34,7 @@ class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Another process sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
+    """Another process sent one of exit_cause.FAULT_SIGNALS, which will end the engine."""
 
     sender: int
     """Process id."""
@@ -47,8 +45,6 @@ decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 
 
 class Heartbeat(ABC):
-    """Reports the steps' progress to the watching process."""
-
     @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
         """A step is about to run, the first one for the requests `new_ids`."""
@@ -89,7 +85,7 @@ class PipeHeartbeat(Heartbeat):
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
-        """time.monotonic() when the current step began or last made progress; None if no step is running."""
+        """time.monotonic() when the current step began or last made progress."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """vLLM's KV events, which tell external routers what an engine has cached (--kv-events-config).
-A message has three frames: topic, batch number (8 bytes, big-endian) and a KVEventBatch as msgpack. A gap in the
-numbers means dropped batches. For earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to
-the replay endpoint, and gets one message per batch, then one with number -1.
+A message has three frames: topic, batch number (8 bytes, big-endian) and a KVEventBatch as msgpack. Numbers have gaps
+where batches were dropped. For earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to the
+replay endpoint. It gets one message per batch, then one with number -1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.common.errors import ConfigError
 
 log = logging.getLogger("quire.engine")
 ENGINE_MEDIUM = "GPU"
-"""vLLM's word for the engine's own cache on any device."""
+"""vLLM's word for the engine's own cache."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_FRAMES = 3
 _STOP_SECONDS = 1.0
@@ -36,7 +36,7 @@ class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True):
 class BlockStored(KVCacheEvent):
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Hash of the preceding tokens; None at a prompt's beginning."""
+    """Of the preceding tokens; None at a prompt's beginning."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -58,7 +58,6 @@ class AllBlocksCleared(KVCacheEvent):
 
 class KVEventBatch(msgspec.Struct, omit_defaults=True):
     ts: float
-    """Unix time in seconds."""
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
 
@@ -105,7 +104,7 @@ class KVEventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Waiting batches are sent first."""
+        """Sends waiting batches first."""
         with suppress(zmq.Again):
             self._queue.send_multipart([b""], zmq.NOBLOCK)
         self._thread.join(_STOP_SECONDS)

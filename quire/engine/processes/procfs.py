@@ -1,5 +1,5 @@
-"""A process's state, waiting time and memory, from Linux's /proc and control groups. On other systems a process never
-counts as stopped or waiting.
+"""A process's state, waiting time and memory, from Linux's /proc and control groups. On other systems no process counts
+as stopped or waiting.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures the time between checks of another process. Leaves out time in which this process could not check:
-    whatever stopped it may have stopped the other.
+    """Time between checks of another process, without time in which this process could not check: whatever stopped it
+    may have stopped the other.
     """
 
     def __init__(self, period: float) -> None:
@@ -26,22 +26,21 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts the seconds in which a process could have computed: not those in which one of its threads waited for a
-    processor or a disk. So an engine that is slow on an overloaded machine does not count as hanging.
+    """Seconds in which a process could have computed: not those in which a thread waited for a processor or a disk. So
+    an engine that is slow on an overloaded machine does not count as hanging.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """This clock's seconds before the current run of inspections."""
+        """Value before the current run of inspections."""
         self._inspected = 0.0
-        """Wall-clock seconds in the current run of inspections."""
+        """Wall-clock seconds in this run."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """Seconds that each thread had waited for a processor before its first inspection."""
+        """Seconds each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
-        """Seconds that each thread has waited for a processor or a disk since its first inspection."""
+        """Seconds each thread has waited for a processor or a disk since then."""
         self._disk_wait: dict[str, float] = {}
-        """Part of `_waited`."""
 
     @property
     def seconds(self) -> float:
@@ -49,9 +48,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Add `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited.
-        Inspect only if needed: it reads two files per thread. The first inspection after a pause has no earlier value
-        and subtracts nothing. The kernel reports a wait when it is over, so the clock may go back a little.
+        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited.
+        Inspect only if needed: it reads two files per thread. The first inspection after a pause subtracts nothing. The
+        kernel reports a wait when it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -76,17 +75,17 @@ class RunnableClock:
 
 
 class Standstill:
-    """Counts how long a process that could have computed did nothing."""
+    """How long a process that could have computed did nothing."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._folder = proc / str(pid)
         self._clock = RunnableClock(pid, proc)
         self._used = _processor_ticks(self._folder)
         self._since = 0.0
-        """Clock value when the process last computed."""
+        """Clock value when it last computed."""
 
     def advance(self, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds, and return the seconds of standstill."""
+        """Adds wall-clock seconds, and returns those of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -99,13 +98,13 @@ class Stopped:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds, and return the seconds the process has been stopped."""
+        """Adds wall-clock seconds, and returns how long the process has been stopped."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Clock ticks used by all threads; None if unreadable. `process`: its directory in /proc."""
+    """Of all threads; None if unreadable. `process`: its directory in /proc."""
     try:
         # Fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
@@ -115,7 +114,7 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """Return the total seconds waited for a processor, and whether the thread now waits for a disk."""
+    """Seconds waited for a processor, and whether the thread waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -137,8 +136,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Number of processes the kernel killed for lack of memory in our control group, or on the machine if the group
-    reports none. None: unknown.
+    """Processes the kernel killed for lack of memory in our control group, or on the machine if the group reports none.
+    None: unknown.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
@@ -150,7 +149,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """memory.events (control groups v2) of this process's group."""
+    """memory.events (control groups v2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """A folder for Unix sockets that does not long outlive its owner.
-The owner locks a file in it, and the kernel releases the lock when the process ends. The next process that creates such
-a folder removes unlocked ones. Process ids would not do: containers that share /tmp may number theirs separately.
+The owner locks a file in it until its end. The next process that creates such a folder removes unlocked ones. Process
+ids would not do: containers that share /tmp may number theirs separately.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""Only these and the lock file are removed, because the name may also match a person's own folder."""
+"""Only these and the lock file are removed: the name may also match a person's own folder."""
 _MOST_BYTES = 107
-"""Longest path of a Unix socket on Linux; 103 elsewhere."""
+"""Linux's limit; 103 elsewhere."""
 
 
 class SocketFolder:
-    """Only this user can enter the folder. Raises EngineError if none can be created."""
+    """Only this user can enter it. Raises EngineError if none can be created."""
 
     def __init__(self) -> None:
         try:
@@ -63,7 +63,7 @@ class SocketFolder:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Removes only this user's folders."""
+    """This user's only."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's folder, or another process is removing it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

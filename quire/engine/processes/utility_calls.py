@@ -1,5 +1,5 @@
-"""Calls another process's methods by name: everything except requests, aborts and outputs. A class declares the
-methods; their signatures define the structs of arguments and results.
+"""Calls another process's methods by name, for everything except requests, aborts and outputs. A class declares the
+methods; signatures define the structs of arguments and results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Id of a process's start, which may fail at any time: the process cannot start or continue."""
+"""Id of a process's start, which may fail at any time."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode
@@ -47,9 +47,8 @@ class Fault(msgspec.Struct, frozen=True):
 class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     method: str
     args: msgspec.Raw
-    """See MethodCallCodec.arguments_type."""
     id: int | None = None
-    """Counted by the caller. None: the call has no result."""
+    """None: the call has no result."""
 
 
 class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -64,14 +63,14 @@ decode_utility_result = msgspec.msgpack.Decoder(UtilityResult).decode
 
 class MethodCallCodec(NamedTuple):
     arguments_type: type[msgspec.Struct]
-    """The method's parameters, an array on the wire."""
+    """An array on the wire."""
     arguments_decoder: msgspec.msgpack.Decoder[msgspec.Struct]
     result_decoder: msgspec.msgpack.Decoder[Any]
 
 
 @cache
 def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
-    """`method`: the unbound function of the declaring class."""
+    """`method`: the declaring class's unbound function."""
     hints = get_type_hints(method)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for each in list(inspect.signature(method).parameters.values())[1:]:
@@ -106,7 +105,6 @@ def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
-    """Raises the call's error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)
@@ -118,8 +116,8 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Call the method on `owner`, and return the result or its QuireError as a message; None for a call without a
-    result, whose QuireError is raised. EngineError is always raised, because the process cannot continue after one.
+    """Call the method on `owner`, and return the result or its QuireError as a message. A call without a result returns
+    None and raises its QuireError. EngineError is always raised, because the process cannot continue after one.
     """
     try:
         value = invoke(declared, owner, call)
@@ -131,8 +129,8 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Like `run_call`, for calls with a result. The method may be a coroutine. Other work of the process continues, so
-    every QuireError becomes a result.
+    """Like `run_call`, for calls with a result. The method may be a coroutine. Other work continues, so every
+    QuireError becomes a result.
     """
     assert call.id is not None
     try:
@@ -147,7 +145,6 @@ class UtilityCalls:
         self._send = send
         self._ids = count(1)
         self._open: dict[int, tuple[Callable[..., Any], asyncio.Future[Any]]] = {}
-        """Method and future result, by call id."""
 
     def number(self) -> int:
         return next(self._ids)
@@ -165,7 +162,7 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """The future gets the method's result or error. A cancelled future is forgotten."""
+        """The future gets the result or error. A cancelled one is forgotten."""
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
@@ -174,7 +171,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Return the result's value; None for an error or a call that is no longer awaited."""
+        """None for an error or a call no longer awaited."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

@@ -1,5 +1,5 @@
-"""Hashes of a model and its code, for receipts. Weights are hashed when a receipt first needs it, at about a second per
-GiB. Files changed meanwhile get no hash, because the loaded content is unknown.
+"""Hashes of a model and its code, for receipts. Weights are hashed when first needed, at about a second per GiB. Files
+changed meanwhile get no hash: the loaded content is unknown.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
-    """Hashes of config.json, tokenizer, chat templates and code."""
+    """config.json, tokenizer, chat templates and code."""
     model = read_config_json(ModelFiles(resolve_model_with_overrides(config)))
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()

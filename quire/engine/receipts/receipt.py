@@ -12,7 +12,7 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """If all these fields and the weights are equal, so are the results, bit for bit."""
+    """If these fields and the weights are equal, so are the results, bit for bit."""
 
     quire: str
     kernels: str
@@ -28,7 +28,7 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """False: a replay may differ, because tokens depend on concurrent requests."""
+    """False: tokens depend on concurrent requests, so a replay may differ."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class AdapterReceipt(msgspec.Struct, frozen=True):
     name: str
     digest: str
-    """Hash of its files."""
+    """Of its files."""
 
     @classmethod
     def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
@@ -78,7 +78,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """May add tokens after a stop string, which `truncated` leaves out."""
+        """May add tokens after a stop string; see `truncated`."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
@@ -86,7 +86,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
 
     def truncated(self, count: int, finish_reason: str) -> ChoiceReceipt:
-        """Keep the first `count` tokens: those after a stop string are not part of the answer."""
+        """Tokens after a stop string are not part of the answer."""
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[:count],
@@ -139,7 +139,7 @@ def parse_receipt_json(content: bytes) -> Receipt:
 
 
 def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
-    """True if each token has a version, and a log probability if any has."""
+    """Each token has a version, and a log probability if any has."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
         return False
@@ -147,7 +147,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Also looks in responses, stream events and lines of a batch's output."""
+    """Also in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:

@@ -1,5 +1,5 @@
 """Beam search as in vLLM: each beam's 2 * width likeliest tokens are candidates. Score: summed log probability over
-length ** length_penalty (Wu et al., 2016), where length counts generated tokens, as in transformers.
+length ** length_penalty (Wu et al., 2016), with the length in generated tokens, as in transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """`outputs`: one token per running beam. Returns False when the search is over."""
+        """`outputs`: one token per running beam. False: the search is over."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -69,7 +69,7 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """Return the `beam_width` best continuations, best first, and all that end. Outputs need 2 * width alternatives."""
+    """The `beam_width` best continuations, best first, and all that end. Outputs need 2 * width alternatives."""
     candidates = [
         (beam.cumulative_logprob + value, beam, token, value, rank)
         for beam, output in zip(beams, outputs, strict=True)

@@ -33,7 +33,6 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
-    """Omits empty contents."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)
@@ -45,7 +44,7 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
-    """Fill all reasoning fields. Convert tool arguments to objects, or to JSON strings with `text_arguments`."""
+    """Fills all reasoning fields. Converts tool arguments to objects, or to JSON strings with `text_arguments`."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}
     if not result.get("tool_calls"):
@@ -59,7 +58,6 @@ def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) 
 
 
 def _convert_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Keeps a string that is not JSON."""
     function = call.get("function")
     if not isinstance(function, dict) or isinstance(function.get("arguments"), str) is as_text:
         return call

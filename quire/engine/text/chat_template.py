@@ -36,11 +36,11 @@ from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descr
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
 """Default to "": templates concatenate them, but some tokenizers lack them."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the final message's end, as in transformers."""
+"""Ends the final message, as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Per rendering of a few made-up messages."""
+"""Bounds a rendering of a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""After this many probes above the step limit, probing ends."""
+"""Probing ends after this many probes above the step limit."""
 
 
 class ChatRenderer:
@@ -107,9 +107,8 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
         """With continue_final_message, the prompt ends where the last message's content ends. See
-        docs/guides/chat-and-agents.md.
-
-        Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
+        docs/guides/chat-and-agents.md. Raises InvalidRequest for an unknown role, a missing template, or messages that
+        the template refuses.
         """
         variables = {**self._variables, **(variables or {})}
         for name in sorted(RESERVED_VARIABLES):
@@ -175,8 +174,8 @@ class ChatRenderer:
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """Describe tools in the system message if the template does not show them, or `always`. `call_format`: an
-        example of a call.
+        """Describes tools in the system message if the template does not show them, or `always`. `call_format`: an
+        example.
         """
         renderer = copy(self)
         renderer.__dict__.pop("_planner", None)
@@ -207,7 +206,6 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
-        """None: refused."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
@@ -219,10 +217,7 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Return messages, whether Quire inserted one to describe tools, and tools for the template.
-
-        If the template does not show tools, a message describes them.
-        """
+        """Returns messages, whether Quire inserted one to describe tools, and tools for the template."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -277,7 +272,7 @@ class ChatRenderer:
             ) from error
 
     def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
-        """Raise ModelError if a short message exceeds the limit."""
+        """Raises ModelError if a short message exceeds the limit."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
@@ -288,7 +283,7 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Return "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest if
+        """Returns "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest if
         there is none.
         """
         template = self._templates.get("tool_use") if tools else None
@@ -302,7 +297,7 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Cut like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the unchanged message."""
+    """Cuts like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the unchanged message."""
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(

@@ -39,7 +39,7 @@ class StopStringMatcher:
         self.held_back = ""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
-        """Return text to emit, and the stop string that ended it."""
+        """Returns text to emit, and the stop string that ended it."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -59,7 +59,7 @@ class StopStringMatcher:
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Start of the longest suffix that begins a stop string; else the text's length."""
+        """Start of the longest suffix that begins a stop string, or the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
             at = bisect_left(self._stop_strings, suffix)
@@ -69,9 +69,9 @@ class StopStringMatcher:
 
 
 class IncrementalDetokenizer:
-    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part; without prompt ids
-    to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. The first `min_tokens` tokens are not
-    searched for stop strings.
+    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
+    ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. The first `min_tokens` tokens are
+    not searched for stop strings.
     """
 
     def __init__(
@@ -86,18 +86,17 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are never skipped. offsets=False: deltas have none."""
+        """`shown_ids` are never skipped. `offsets` False: deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Coming tokens in which stop strings do not count."""
+        """Stop strings do not count in these coming tokens."""
         self._num_emitted = 0
-        """Characters emitted."""
         self._num_decoded = 0
         """Characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """Characters of the whole text before each token not yet emitted."""
+        """Start of each token not yet emitted, in characters of the whole text."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """`final` emits held-back text. Must not be called after `final` or a stop string."""
@@ -181,7 +180,7 @@ def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
-    """Drop a partial character's U+FFFD: the answer holds the whole character."""
+    """Drops a partial character's U+FFFD: the answer has the whole character."""
     partial = partial_character(tokenizer, ids)
     for count in range(len(partial), 0, -1):
         if text.endswith(REPLACEMENT_CHARACTER * count):
@@ -190,7 +189,6 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
-"""A UTF-8 character has at most four bytes."""
 
 
 class ByteLevelDecoder:
@@ -231,7 +229,7 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 class SentencePieceDecoder:
     """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
-    U+FFFD each. Here characters are emitted once complete, so only bytes from the first wrong one on become U+FFFD.
+    U+FFFD each. This class emits complete characters, so only bytes from the first wrong one on become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -299,7 +297,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """The prompt's text of an incomplete last character, which the answer does not contain."""
+        """The prompt's incomplete last character, which the answer does not contain."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

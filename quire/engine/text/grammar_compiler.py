@@ -33,17 +33,15 @@ r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields or 2,000 charac
 `\\p{L}{1,300}` 7,000.
 """
 _MAX_LARGE_LEXERS = 16
-"""At 330 MB in all if full."""
+"""330 MB if full."""
 MAX_COMPILED_BYTES = 1 << 30
-"""Grammars in use or cached, without lexers. A schema of five fields takes 0.15 MB, one of 130 KB 10, ten numbers with
-large `multipleOf` 15.
-"""
+"""Without lexers. A schema of five fields takes 0.15 MB, one of 130 KB 10, ten numbers with large `multipleOf` 15."""
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
-"""Lower bound of a compiled grammar's size, because some C libraries do not report heap bytes."""
+"""Lower bound of a grammar's size: some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Text forced at a time. Each byte keeps 0.5 KB, and each token tokenizes it again: 256 KB would cost 130 MB per answer
-and 0.1 s per token.
+"""Each byte keeps 0.5 KB, and each token tokenizes it again: 256 KB would cost 130 MB per answer and 0.1 s per
+token.
 """
 CHECK_STACK_BYTES = 4 << 20
 """Half the engine's stack, so checked grammars do not overflow it."""
@@ -62,12 +60,12 @@ def json_grammar(schema: Any) -> Grammar:
 
 
 def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
-    """Body of a Lark rule, `%json {…}`. `indented` allows line breaks."""
+    """`%json {…}`. `indented` allows line breaks."""
     return f"%json {_dump_schema(_with_whitespace(schema, _INDENTED_WHITESPACE if indented else _COMPACT_WHITESPACE))}"
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
-    """The usual whitespace of JSON forces more text."""
+    """The usual whitespace forces more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -98,7 +96,7 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size`: the model's, which may differ from the tokenizer's."""
+    """`vocab_size`: the model's, which may differ."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
@@ -110,7 +108,7 @@ class CompiledGrammar:
     _initial_matcher: LLMatcher
     max_lexer_states: int
     size_bytes: int
-    """Measured while compiling; approximate."""
+    """Approximate: measured while compiling."""
     is_exclusive: bool = False
 
     def new_matcher(self) -> LLMatcher:
@@ -141,7 +139,6 @@ class GrammarCompiler:
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
-        """Raises InvalidRequest for an invalid or unsupported grammar."""
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
@@ -217,8 +214,8 @@ class GrammarCompiler:
         return self._tokenizer.decode_bytes([token])
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile the grammar and follow it for some tokens. Raises InvalidRequest. Callers must limit time and memory,
-        which a hostile grammar would exceed.
+        """Compiles the grammar and follows it for some tokens. Callers must limit time and memory, which a hostile
+        grammar would exceed. Raises InvalidRequest.
         """
         import numpy as np
 
@@ -255,7 +252,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Convert from llama.cpp's GBNF, which vLLM's users write."""
+    """From llama.cpp's GBNF, which vLLM's users write."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -275,14 +272,13 @@ def _unescape_gbnf(escape: re.Match[str]) -> str:
 
 
 def check_forced_text_length(matcher: LLMatcher) -> None:
-    """Raises InvalidRequest."""
     if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
         message = f"forces {size} bytes of text, at most {MAX_FORCED_BYTES}"
         raise InvalidRequest(message, param="grammar")
 
 
 def has_lexer_error(matcher: LLMatcher) -> bool:
-    """True for errors such as too many states, where a larger lexer may succeed."""
+    """Such as too many states, where a larger lexer may succeed."""
     return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 

@@ -22,7 +22,6 @@ class NullTokenizer(Tokenizer):
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
-        """Raises InvalidRequest."""
         if texts:
             raise InvalidRequest(f"{_NO_TOKENIZER_MESSAGE}: give token ids instead of text", param="prompt")
         return []
@@ -47,7 +46,7 @@ def load_tokenizer(
 
 
 def check_text_params(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
-    """Without a tokenizer, raise InvalidRequest for parameters that need tokens' text."""
+    """Raises InvalidRequest for parameters that need tokens' text."""
     if not isinstance(tokenizer, NullTokenizer):
         return
     for name, value in (("stop", stop), ("structured_outputs", structured_outputs)):

@@ -38,7 +38,7 @@ _ANY_TEXT = "/(?s:.*)/"
 class StructuralTagGrammar(NamedTuple):
     lark: str
     open_objects: tuple[str, ...]
-    """JSON pointers of schema objects that allow undeclared properties."""
+    """JSON pointers of objects that allow undeclared properties."""
 
 
 class _Tag(NamedTuple):
@@ -47,14 +47,14 @@ class _Tag(NamedTuple):
     ends: tuple[str, ...]
     """Empty if the content ends by itself."""
     path: str
-    """Such as format.tags[0], for error messages."""
+    """Such as format.tags[0], for errors."""
 
 
 def structural_tag_grammar(
     value: Any, tokenizer: Tokenizer | None, close_schema: Callable[[Any], ClosedSchema]
 ) -> StructuralTagGrammar:
     """`value`: an object or JSON text with `format`, or in the older form with `structures` and `triggers`. Without a
-    tokenizer, special tokens count as text. Raises InvalidRequest with the path of the invalid part.
+    tokenizer, special tokens count as text. Raises InvalidRequest with the invalid part's path.
     """
     tag = _parse_json(value, "structural_tag") if isinstance(value, str) else value
     if not isinstance(tag, Mapping):
@@ -99,7 +99,7 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """By tag path: rules for what follows a tag's begin. Not sharing them would double the grammar per level."""
+        """For what follows a tag's begin, by path. Not sharing them would double the grammar per level."""
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
@@ -107,7 +107,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """For formats that may end in free text, and so must know the ends that can follow."""
+        """Of formats that may end in free text, and so need the ends that can follow."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,
@@ -121,7 +121,7 @@ class _GrammarWriter:
         }
 
     def write(self, format: Any, ends: Sequence[str], path: str) -> str:
-        """Return an expression for the format and one of `ends` after it."""
+        """An expression for the format and one of `ends`."""
         kind = _read_type(format, path)
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -241,7 +241,7 @@ class _GrammarWriter:
         return f"{first} {units}* {self._text_until(text, ends)}"
 
     def _write_triggered(self, text: str, trigger: str, tags: Sequence[_Tag]) -> str:
-        """Free text up to the trigger, then one of the tags, all of which begin with it."""
+        """Free text up to the trigger, then one of the tags, which begin with it."""
         for tag in tags:
             position = 0
             for part, token in self._split_at_special_tokens(tag.begin):
@@ -252,7 +252,7 @@ class _GrammarWriter:
         return f"{self._text_until(text, (trigger,))} {rests}"
 
     def _write_tag(self, tag: _Tag, skipped: int = 0) -> str:
-        """`skipped`: number of characters of `begin` already written."""
+        """`skipped`: characters of `begin` already written."""
         if (content := self._content_rules.get(tag.path)) is None:
             path = f"{tag.path}.content"
             content = self._content_rules[tag.path] = self._add_rule(
@@ -305,7 +305,6 @@ class _GrammarWriter:
 
 
 def _read_type(format: Any, path: str) -> str:
-    """Raises InvalidRequest, also for unsupported fields with an effect."""
     if not isinstance(format, Mapping):
         raise InvalidRequest(f"{path} must be an object with a type")
     kind = format.get("type")
@@ -318,7 +317,7 @@ def _read_type(format: Any, path: str) -> str:
 
 
 def _can_end_in_free_text(format: Any) -> bool:
-    """True if only the text after the format shows its end."""
+    """Only the text after it shows its end."""
     if not isinstance(format, Mapping):
         return False
     if format.get("type") == "any_text":

@@ -30,7 +30,7 @@ _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
 """Results are as large as all nested values; a list can hold another twice."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""Running a body costs one more step per this many characters or syntax nodes."""
+"""A body's run costs one more step per this many characters or syntax nodes."""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
@@ -95,8 +95,6 @@ class _BoundedIterable:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Render templates with `render_template`."""
-
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
@@ -203,7 +201,6 @@ def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: i
 
 
 def _extra_steps_of_body(body: list[nodes.Node]) -> int:
-    """Steps per run of the body. Inner loops count their own."""
     text = num_nodes = 0
     rest: list[nodes.Node] = [*body]
     while rest:

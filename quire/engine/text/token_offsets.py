@@ -10,13 +10,13 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Special tokens are shown. Offsets are in characters."""
+    """Shows special tokens. Offsets are in characters."""
     delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
     return delta.text, list(delta.offsets)
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Offsets are in characters and never decrease. Added tokens such as BOS begin where the next token does."""
+    """In characters, never decreasing. Added tokens such as BOS begin where the next token does."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
@@ -35,7 +35,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Positions in the original text. Leaves out the post-processor, which may exclude a word's space."""
+    """In the original text. The post-processor, left out, may exclude a word's space."""
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         bare.normalizer = backend.normalizer

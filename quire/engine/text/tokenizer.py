@@ -1,4 +1,4 @@
-"""Uses the tokenizers library, and transformers, whose import takes seconds, only without a tokenizer.json."""
+"""Uses the tokenizers library. Imports transformers, which takes seconds, only without a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Tokenizer:
         )
         """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """Keyed by role (bos_token, eos_token, ...): variables of chat templates."""
+        """Chat templates' variables, by role (bos_token, eos_token, ...)."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
@@ -94,8 +94,8 @@ class Tokenizer:
         model_vocab_size: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Tokenizer:
-        """Read a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a missing
-        or unreadable tokenizer, ConfigError for an unreadable template file.
+        """Reads a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a
+        missing or unreadable tokenizer, ConfigError for an unreadable template file.
         """
         path = Path(path)
         files = ModelFiles(path)
@@ -167,7 +167,7 @@ class Tokenizer:
             raise InvalidRequest("the tokenizer failed on this text", param="prompt") from None
 
     def require_model_token_ids(self, ids: list[int]) -> list[int]:
-        """Raise InvalidRequest for an id that would end the engine."""
+        """Raises InvalidRequest for an id that would end the engine."""
         if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
             message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
             raise InvalidRequest(message, param="prompt")
@@ -208,7 +208,6 @@ class Tokenizer:
         return cached
 
     def list_token_bytes(self) -> list[bytes]:
-        """`token_bytes` of all ids. Keeps nothing."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         texts = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
@@ -242,7 +241,6 @@ class Tokenizer:
 
 
 def fallback_byte(token: str) -> int | None:
-    """Byte of a SentencePiece token such as `<0xE2>`."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -262,8 +260,6 @@ BYTE_DECODER = _make_byte_decoder()
 
 
 class _ByteTable(dict[int, int]):
-    """For str.translate."""
-
     def __missing__(self, key: int) -> int:
         return 0x100  # no byte
 
@@ -272,7 +268,7 @@ _BYTE_TABLE = _ByteTable({ord(character): byte for character, byte in BYTE_DECOD
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Matches the longest special token: alternatives are sorted, since a regex takes the first that fits."""
+    """Matches the longest special token: a regex takes the first alternative that fits."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
@@ -321,7 +317,7 @@ def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Like transformers, add tokens that only tokenizer_config.json lists, and make tokens with a role special."""
+    """Like transformers, adds tokens that only tokenizer_config.json lists, and makes tokens with a role special."""
     known = backend.get_added_tokens_decoder()
     listed: dict[int, dict[str, Any]] = config.get("added_tokens_decoder") or {}
     new = [

@@ -39,7 +39,7 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json."""
+    """Of tokenizer_config.json, special_tokens_map.json and chat_template.json."""
 
     bos_token: _SpecialToken
     eos_token: _SpecialToken
@@ -69,9 +69,7 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """By role (bos_token, eos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises
-    ModelError.
-    """
+    """By role (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises ModelError."""
     # Some models have an empty file, which transformers accepts.
     empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
     special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
@@ -124,7 +122,7 @@ def read_eos_token_ids(
 ) -> tuple[int, ...]:
     """All tokens that end an answer: those of generation_config.json and config.json (or the GGUF header), the
     tokenizer's `eos_token`, and the one that ends an assistant's turn in the chat template.
-    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of a separate tokenizer. `chat_template`: see
+    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of a separate one. `chat_template`: see
     templates_from_path_or_source. Ignores broken files, which other readers report.
     """
     ids: list[int] = []
@@ -172,15 +170,13 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """Only what special tokens need: loading everything takes a second."""
+    """Only for special tokens: loading everything takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()
 
 
 class _SpecialTokenReader:
-    """Raises ModelError for unreadable files."""
-
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
         self._special_tokens = read_special_tokens(files, config)
@@ -212,7 +208,7 @@ class _SpecialTokenReader:
         return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
-        """Return the special token directly after an assistant's text, if it always ends the turn.
+        """The special token directly after an assistant's text, if it always ends the turn.
         It must be the same after the last message and before a user's, which excludes harmony's `<|return|>` and tokens
         that begin the user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has
         harmony's end tokens, and a token directly before one of `ends`.
@@ -251,7 +247,6 @@ _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_N
 
 
 def _text_between(text: str, begin: str, end: str) -> str:
-    """Empty if they do not follow one another."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 

@@ -1,5 +1,5 @@
 """Finds tokenizer patterns that take exponential time. The tokenizers library backtracks, cannot be interrupted, and
-panics after ten million steps. So a separate process tries patterns, and ends if they take too long.
+panics after ten million steps. A separate process tries patterns, and ends if they take too long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _MAX_CPU_SECONDS = 2.0
 """Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
 _MAX_MEMORY_BYTES = 2 << 30
-"""Address space."""
 _PROBE_LENGTHS = (16, 48, 400)
 """The first two reveal exponential time, the last a high power of the length."""
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
@@ -32,10 +31,10 @@ _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
 _REPEAT = re.compile(r"(?:[*+]|\{\d*,\d*\})[+?]?")
 _MAX_SAFE_REPEATS = 2
-"""Time grows at most with this power of the length, as in usual models."""
+"""Time then grows at most with this power of the length."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
-"""Number of a pattern's characters used in probe texts."""
+"""Characters of a pattern used in probe texts."""
 
 
 def check_regexes(backend: tokenizers.Tokenizer) -> None:
@@ -100,7 +99,7 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Repeat one or two characters, then break the match. Some texts have all of the pattern's characters, because the
+    """Repeats one or two characters, then breaks the match. Some texts have all of the pattern's characters: the
     library skips a text that lacks a required one.
     """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
@@ -123,7 +122,7 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 
 def main() -> None:
-    """Print a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
+    """Prints a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
     import tokenizers  # here, because the module's other users need no tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))

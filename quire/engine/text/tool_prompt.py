@@ -1,4 +1,4 @@
-"""Tools, calls and results as text in the wording of Hermes 2 Pro
+"""Tools, calls and results as text, worded like Hermes 2 Pro
 (https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B), which many later models know.
 """
 
@@ -28,9 +28,7 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """Describe the tools at the end of a first system message, or in a new one. `call_format`: how a call is
-    written.
-    """
+    """At the end of a first system message, or in a new one. `call_format`: how a call is written."""
     tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
     first = messages[0] if messages else {}
@@ -67,7 +65,7 @@ def fill_missing_descriptions(
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Merge consecutive results and a following user message, because templates may require alternating roles."""
+    """Merges consecutive results and a following user message: templates may require alternating roles."""
     result: list[Message] = []
     open_results = False
     for message in messages:

@@ -32,7 +32,7 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class WebSocketOriginMiddleware:
-    """Answers 403 to WebSockets from web pages of foreign origins, because browsers do not apply CORS to WebSockets."""
+    """Answers 403 to WebSockets from foreign web pages, because browsers do not apply CORS to WebSockets."""
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
         self._app = app

@@ -15,8 +15,8 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """The next slot goes to the owner with the fewest slots, then to the least recently served. Owners are tenants'
-    names; "" without keys.
+    """The next slot goes to the owner with the fewest, then to the least recently served. Owners are tenants; ""
+    without keys.
     """
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
@@ -28,7 +28,7 @@ class FairSemaphore:
         self._waiters: list[_Waiter] = []
         self._num_granted = 0
         self._last_grants: dict[str, int] = {}
-        """Number of the owner's last grant, while it waits or holds a slot."""
+        """By owner, while it waits or holds a slot."""
 
     @asynccontextmanager
     async def hold_slot(self, owner: str) -> AsyncIterator[None]:

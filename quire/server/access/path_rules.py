@@ -25,7 +25,7 @@ ADMIN_PATHS = frozenset(
         "/collective_rpc",
     }
 )
-"""Further routes under the rule of ADMIN_PREFIX."""
+"""More routes under ADMIN_PREFIX's rule."""
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
 """Without keys, these serve programs on this machine but no web pages."""
 

@@ -32,7 +32,7 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A key's owner; without keys, all callers together."""
+    """A key's owner; without keys, all callers."""
 
     name: str
     digest: bytes
@@ -41,7 +41,7 @@ class Tenant:
     weight: float = 1.0
     """Share of the engine, relative to others."""
     priority: int | None = None
-    """Most urgent priority allowed (lower is more urgent); None: any."""
+    """The most urgent priority allowed (lower is more urgent); None: any."""
     admin: bool = False
     shares_prefixes: bool = False
     """May use other keys' cached prefixes."""
@@ -51,7 +51,6 @@ class Tenant:
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
-        """Raises InvalidRequest."""
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")
 

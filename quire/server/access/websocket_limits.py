@@ -12,7 +12,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
-    """Shared by all WebSockets. With API keys, a tenant must leave others as much as it uses."""
+    """Of all WebSockets. With API keys, a tenant must leave others as much as it uses."""
 
     connections: SharedCapacity
     memory: SharedCapacity

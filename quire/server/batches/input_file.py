@@ -20,8 +20,8 @@ _SORT_PREFIX_BYTES = 256
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Return requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB: call it
-    in a thread. Raises OSError.
+    """Requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB. Raises
+    OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -51,7 +51,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield 1-based number, byte offset and line, without a byte order mark."""
+    """1-based number, byte offset and line, without a byte order mark."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):

@@ -14,25 +14,22 @@ from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256
-"""Prompt tokens of lines that may queue if there are no other requests. Steps stay short because a new request waits
-for the running one.
-"""
+"""Of lines' prompts, without other requests. Steps stay short because a new request waits for the running one."""
 _QUIET_SECONDS = 1.0
-"""For this long after another request, a further one is expected."""
+"""After another request, a further one is expected for this long."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""Pause between line starts while others have requests: a start holds the event loop for 2 ms."""
+"""While others have requests: a start holds the event loop for 2 ms."""
 _MAX_SLOWDOWN = 1.25
-"""Bound on the time of steps with lines, relative to steps without or with one."""
+"""Of steps with lines, relative to steps without or with one."""
 _SMOOTHING_STEPS = 16
 """The newest step has a weight of 1/N."""
 
 
 class StepTimesByRequestCount:
-    """Covers only steps that compute one token per request."""
+    """Only of steps with one token per request."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """Average seconds per step."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -42,7 +39,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """For a `num_requests` never seen, use steps with one request less."""
+        """For an unseen `num_requests`, uses steps with one request less."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

@@ -39,9 +39,9 @@ BATCH_PRIORITY = 1 << 20
 MAX_OPEN_BATCHES = 64
 """Per API key."""
 MAX_UPLOADS = 16
-"""An API key must leave others as many as it has."""
+"""A key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
-"""Lines use at most 1/N of the engine's slots."""
+"""Lines use 1/N of the engine's slots."""
 _LINES_PER_CHECK = 2
 """Each start holds the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
@@ -51,9 +51,7 @@ _EXPIRED_FILES_PER_READ = 100
 
 
 class BatchRunner:
-    """Call all methods from the event loop. Only the leading API process answers batches; others read and write stored
-    ones.
-    """
+    """For the event loop. Only the leading API process answers batches; others read and write stored ones."""
 
     def __init__(
         self,
@@ -63,23 +61,23 @@ class BatchRunner:
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app` answers the lines. `clients`: those of all engines."""
+        """`app` answers the lines. `clients`: of all engines."""
         self._app = app
         self.batches = data.batches
         self.files = data.files
         self.contents = data.contents
         """Thread-safe."""
         self.uploads = SharedCapacity(MAX_UPLOADS)
-        """By owner; this process's only."""
+        """This process's, by owner."""
         self._tenants = tenants
         self._config = config
         self._pacer = BatchPacer(clients)
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
         self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
-        """By batch id. Setting one ends the batch's lines."""
+        """By batch id; ends the batch's lines."""
         self.result_counts = {"completed": 0, "failed": 0}
-        """Lines answered by this process."""
+        """Of lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_leader = False
         self._closing = False
@@ -89,7 +87,7 @@ class BatchRunner:
         return len(self._cancel_events)
 
     async def start_open_batches(self) -> None:
-        """Answer all open batches, and cancel those that other processes were asked to cancel."""
+        """Also cancels batches that other processes were asked to cancel."""
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))
@@ -120,7 +118,7 @@ class BatchRunner:
             self._start_batch(owner, batch)
 
     async def cancel_batch(self, owner: str, id: str) -> Batch:
-        """Results so far are kept. Raises RequestNotFound, or InvalidRequest if the batch ended or is finalizing."""
+        """Keeps results. Raises RequestNotFound, or InvalidRequest if the batch ended or is finalizing."""
         batch = await asyncio.to_thread(self.batches.cancel, owner, id)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
@@ -160,7 +158,6 @@ class BatchRunner:
         return batch
 
     async def _import_input_file(self, owner: str, batch: Batch) -> None:
-        """Store the file's lines, or fail the batch."""
         max_bytes = int(self._config.max_body_size * 2**20)
         try:
             path = self.contents.content_path(batch.input_file_id)
@@ -174,7 +171,6 @@ class BatchRunner:
         await self._retry_until_written(lambda: self.batches.store_lines_and_batch(owner, updated_batch, lines))
 
     async def _answer_batch_lines(self, owner: str, batch: Batch) -> None:
-        """Returns when the batch is answered, expired or cancelled."""
         cancelled, seconds_left = self._cancel_events[batch.id], max(0.0, batch.expires_at - clock.time())
         expire = asyncio.get_running_loop().call_later(seconds_left, cancelled.set)
         try:
@@ -190,7 +186,7 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """Its separate share and limits keep batches from slowing down the tenant's requests."""
+        """A separate share and limits, so that batches do not slow down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:

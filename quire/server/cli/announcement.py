@@ -1,4 +1,4 @@
-"""What `quire serve` prints when ready: a first request to paste, with the server's keys and TLS."""
+"""What `quire serve` prints when ready: a first request to paste."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """Empty if the system trusts the certificate for this address."""
+    """Empty if the system trusts the certificate."""
     host, flags = urlsplit(base).hostname or "", []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile
@@ -68,7 +68,7 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """Tries a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
+    """By a TLS handshake in memory. `trust`: an additional certificate."""
     client = ssl.create_default_context(cafile=trust)
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()

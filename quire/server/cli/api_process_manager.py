@@ -1,6 +1,6 @@
 """`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
 Each API process listens on its own socket (SO_REUSEPORT), so that connections go to the others once one ends. This
-process's socket reserves the port and never listens. All processes share one Unix socket.
+process's socket reserves the port and never listens. All share one Unix socket.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""Consecutive processes of one number that may end without having served."""
+"""Consecutive processes of one number that may end without serving."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""A process without heartbeats is killed and replaced after this time."""
+"""After this without heartbeats, a process is replaced."""
 _STOPPED_SECONDS = 10.0
-"""A stopped process is killed and replaced after this time."""
+"""After this, a stopped process is replaced."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""Wait for an ended process's last message."""
+"""For an ended process's last message."""
 _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """A line of JSON on an API process's stdin."""
+    """A line of JSON on stdin."""
 
     config: str
     """A ServerConfig as JSON."""
@@ -63,7 +63,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     started: float
     """time.perf_counter() at the command's start."""
     descriptor: int | None = None
-    """The shared Unix socket; None: each process binds `address`."""
+    """The shared Unix socket; None: bind `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -113,7 +113,6 @@ class ApiProcessManager:
         self._is_ready = False
         self._num_signals = 0
         self.end_signal = ""
-        """Name of the first signal."""
 
     @property
     def was_ready(self) -> bool:
@@ -182,7 +181,7 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Return the last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
+        """The last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1

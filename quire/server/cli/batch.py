@@ -88,7 +88,6 @@ class BatchClient:
         return self._parse_response(self._http.post(f"batches/{id}/cancel"))
 
     def list_batches(self) -> list[dict[str, Any]]:
-        """The newest hundred."""
         entries: list[dict[str, Any]] = self._parse_response(self._http.get("batches", params={"limit": 100}))["data"]
         return entries
 

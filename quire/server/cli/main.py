@@ -79,11 +79,11 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""Only modules that are not named like their commands."""
+"""If not named like the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 for success, 1 for failure, 2 for a usage error."""
+    """0: success, 1: failure, 2: a usage error."""
     started = time.perf_counter()
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)

@@ -1,4 +1,4 @@
-"""Serves several models (`quire serve --models FILE`); the first is loaded at the start."""
+"""`quire serve --models FILE`: several models, the first loaded at the start."""
 
 from __future__ import annotations
 

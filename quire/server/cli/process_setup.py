@@ -30,7 +30,7 @@ _RESERVED_FILES = 40
 
 
 def open_standard_streams() -> None:
-    """Otherwise later files and sockets get the numbers of closed streams, and messages go into them."""
+    """Otherwise later files and sockets get closed streams' numbers, and messages go into them."""
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)

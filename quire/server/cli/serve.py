@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Errors naming one of these may be due to a lack of memory."""
+"""Errors that name one of these may be due to a lack of memory."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Requests' memory is mostly freed without the collector. In two rounds of 16 beam searches of 64 beams, Python's
-defaults scanned all objects 34 times, 20 to 30 ms each; these did twice.
+"""The collector frees little of what requests hold. In two rounds of 16 beam searches of 64 beams, Python's defaults
+scanned all objects 34 times, 20 to 30 ms each; these did twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
 """With Python's 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
@@ -112,7 +112,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """The engine can start before these imports."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
@@ -188,7 +187,6 @@ class ServerRun:
         self._server: HttpServer | None = None
         self._num_signals = 0
         self.end_signal = ""
-        """Name of the first signal."""
         self._drain_task: asyncio.Task[None] | None = None
 
     @property

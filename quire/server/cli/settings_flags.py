@@ -38,7 +38,6 @@ COMMON_SETTINGS = (
     "threads",
     "enable_lora",
 )
-"""Shown by --help."""
 
 
 class _HelpAction(argparse.Action):
@@ -100,8 +99,8 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Return the other arguments and the settings. `positional` names an argument for the field `model`, `gguf` one for
-    a GGUF file. Exits with status 2 for bad values.
+    """Returns the other arguments and the settings. `positional` names an argument for the field `model`, `gguf` one
+    for a GGUF file. Exits with status 2 for bad values.
     """
     args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
@@ -131,7 +130,6 @@ def parse_settings(
 def _parse_yaml_and_flags(
     parser: argparse.ArgumentParser, file: str, argv: Sequence[str], *, with_model: bool
 ) -> argparse.Namespace:
-    """`argv` overrides the YAML file."""
     try:
         args = parse_flags(parser, [*read_yaml_flags(file, with_model=with_model), *argv])
     except ConfigError as error:
@@ -141,7 +139,6 @@ def _parse_yaml_and_flags(
 
 
 def _split_json_lists(texts: Sequence[str]) -> list[Any]:
-    """vLLM's lists are JSON."""
     parts: list[Any] = []
     for text in texts:
         if text.startswith("["):
@@ -163,7 +160,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """In the format of vLLM's --config. Raises ConfigError."""
+    """Reads vLLM's --config format. Raises ConfigError."""
     import yaml  # a dependency of huggingface_hub
 
     try:
@@ -186,7 +183,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type for finite numbers from `low` (above it if `above`) to `high`."""
+    """Makes an argparse type for finite numbers from `low` (above it if `above`) to `high`."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)

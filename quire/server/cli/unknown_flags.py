@@ -109,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Moves positionals after a dropped flag before all flags; otherwise an earlier list flag would take them."""
+    """Positionals after a dropped flag move before all flags; otherwise an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,7 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Merge `--flag.key.key value` parts into one JSON object. It replaces the first part, so that it ends an earlier
+    """Merges `--flag.key.key value` parts into one JSON object. It replaces the first part, so that it ends an earlier
     list.
     """
     known, rest = parser._option_string_actions, list(argv)
@@ -172,7 +172,7 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Accepts Python's True, False and None. Returns other text that is not JSON unchanged."""
+    """Accepts Python's True, False and None. Returns text that is not JSON unchanged."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -222,7 +222,6 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
-    """`value_kind`: see `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))

@@ -41,7 +41,7 @@ SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
 )
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
 CHUNK_TOKENS = 7
-"""Per step when checking chunked prefill."""
+"""Step size for the check of chunked prefill."""
 KILL_AFTER_OUTPUTS = 8
 
 
@@ -189,7 +189,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Greedy and sampled, short and long, with common prefixes that end near block boundaries."""
+    """Mixes greedy and sampled, short and long requests, with common prefixes that end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []

@@ -15,7 +15,6 @@ from quire.server.store.journal import JournaledCall
 class ResumedCall:
     call: JournaledCall
     seen_events: Sequence[int]
-    """Event counts; see event_ids.py."""
     attempt: int
     """Unique; 0 for a background response read from the store."""
 
@@ -24,7 +23,7 @@ class ResumedCall:
 class ComputeIdentity:
     fingerprint: str
     deterministic: bool
-    """True if tokens depend only on their request."""
+    """Tokens depend only on their request."""
     weights_fingerprint: str
     """An answer cannot continue with other weights."""
 
@@ -32,8 +31,8 @@ class ComputeIdentity:
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """A resumed answer's journaled identity, or `fresh` with a seed for recomputation. `is_journaled`: tokens are
-    reproducible or all in the journal.
+    """Returns a resumed answer's journaled identity, or `fresh` with a seed for recomputation. `is_journaled`: tokens
+    are reproducible or all in the journal.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
@@ -60,7 +59,6 @@ def _is_resumable(request: GenerationRequest, *, has_key: bool) -> bool:
 
 
 def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
-    """Digest of the weights and of the prompts as the model reads them."""
     digest = hashlib.blake2b(identity.weights_fingerprint.encode(), digest_size=12)
     for prompt in request.prompts:
         digest.update(b"%d:" % len(prompt.ids))
@@ -82,14 +80,14 @@ def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """True if kernels or weights differ from those at the start, or are not deterministic. The call then continues
-    after its tokens.
+    """Kernels or weights differ from those at the start, or are not deterministic. The call then continues after its
+    tokens.
     """
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 
 
 def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
-    """Why the answer cannot be resumed; None if it can."""
+    """Returns the reason, or None if the answer can be resumed."""
     pins = resumed.call.pins
     if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"

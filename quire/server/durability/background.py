@@ -20,11 +20,11 @@ AnswerKey = tuple[str, str]
 MAX_ABANDONED = 16
 """Answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
-"""How long another process's call waits for an event."""
+"""Bounds how long another process waits for an event."""
 _KEEP_EVENTS_SECONDS = 10.0
-"""How long an ended answer's events stay for other processes' followers."""
+"""Other processes' followers can read an ended answer's events for this long."""
 _TAKEOVER_SECONDS = 5.0
-"""How long a follower waits for another process to take over."""
+"""A follower waits this long for another process to take over."""
 _POLL_SECONDS = 0.25
 
 
@@ -81,14 +81,13 @@ class Background:
         self._recently_ended: dict[AnswerKey, RunningAnswer] = {}
         self._running_answers: dict[AnswerKey, RunningAnswer] = {}
         self._num_abandoned: Counter[str] = Counter()
-        """By owner."""
         self.is_closing = False
 
     def find_running(self, key: AnswerKey) -> RunningAnswer | None:
         return self._running_answers.get(key)
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """JSON; None if no process runs the answer."""
+        """Returns JSON; None if no process runs the answer."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -105,7 +104,7 @@ class Background:
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
-        """Events after number `after`; None if no process runs the answer."""
+        """Yields events after number `after`. Returns None if no process runs the answer."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -217,7 +216,7 @@ class Background:
     # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Events after number `after`: their count, whether the last is among them, and their bytes."""
+        """Returns the count of events after number `after`, whether the last is among them, and their bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

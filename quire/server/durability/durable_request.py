@@ -42,9 +42,9 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_
 from quire.server.store.progress import CallProgress
 
 STREAM_ID = "X-Stream-Id"
-"""Header of a resumable stream: GET /v1/streams/{id}."""
+"""For a resumable stream: GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""Fingerprints of everything that computed the stream, in order, if there are several."""
+"""Fingerprints of everything that computed the stream, if there are several."""
 
 
 class DurableRequest(ABC):
@@ -65,17 +65,17 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
-        """True if the Idempotency-Key names a stored background response."""
+        """The Idempotency-Key names a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """True if this process repeats the answer without a caller."""
+        """This process repeats the answer without a caller."""
         return False
 
     @property
     def can_restart(self) -> bool:
-        """True if any process may restart the background response later."""
+        """Any process may restart the background response later."""
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
@@ -102,7 +102,7 @@ class DurableRequest(ABC):
         """Write to the journal before the first event is sent. On failure, close `running`."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
-        """Return a writer with event ids that a client can resume after. The base class returns `writer` itself."""
+        """Returns a writer with event ids that a client can resume after. The base class returns `writer`."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -115,7 +115,7 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """Return events that continue for `seconds` after their reader leaves, and the function to call then."""
+        """Returns events that continue for `seconds` after their reader leaves, and the function to call then."""
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
@@ -131,7 +131,7 @@ class DurableRequest(ABC):
         """The answer failed before any of it was sent: its Idempotency-Key is free again."""
 
     def take_over_error(self) -> HTTPException | None:
-        """Return the error for readers after another request took over their answer."""
+        """For readers of an answer that another request took over."""
         return still_answering_error() if self.has_idempotency_key else None
 
 

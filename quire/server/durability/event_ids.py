@@ -23,7 +23,6 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
-    """The call's id and its counts."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 
@@ -48,7 +47,7 @@ class EventIdWriter(AnswerWriter):
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """By kind, except the current one (`_kind_count`): a list touches more memory per token."""
+        """Counts by kind; `_kind_count` has the current one, because a list touches more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
         """The current kind, its number of events, and how many the reader has seen."""
@@ -106,7 +105,7 @@ class EventIdWriter(AnswerWriter):
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
 
     def error_event(self, error: Exception) -> bytes:
-        """Without an id: the stream can resume after the error."""
+        """Has no id: the stream can resume after the error."""
         return self._writer.error_event(error)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:

@@ -35,15 +35,14 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""Answered by a ProcessStatus as msgpack."""
+"""A process answers with a ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
-"""Between checks for ended processes' work."""
+"""Time between checks for ended processes' work."""
 _SWEEP_SECONDS = 0.5
-"""Between deletions of due data."""
 _SWEEP_PAUSE_SECONDS = 0.02
-"""While more is due: others use the disk too."""
+"""While more is due, pauses let others use the disk."""
 _POLL_ALONE_SECONDS = 2.0
 """A single process only checks whether the disk can be written."""
 
@@ -55,12 +54,11 @@ class Persistence:
     resumable_calls: ResumableCalls
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
-    """As of the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
     """(owner, id) of background responses to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Restart a background response whose engine is gone or whose model was unloaded. If this process ends first,
+        """Restarts a background response whose engine is gone or whose model was unloaded. If this process ends first,
         another restarts it.
         """
         self.unfinished_responses.add((owner, id))
@@ -88,7 +86,9 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises ConfigError."""
+    """Returns None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises
+    ConfigError.
+    """
     if config.data_dir is None:
         return None
     if link is not None:
@@ -134,7 +134,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resume earlier processes' batches and background responses. The application must already answer requests. Among
+    """Resumes earlier processes' batches and background responses. The application must already answer requests. Among
     several processes the leader repeats this.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
@@ -171,7 +171,6 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
 
 
 async def _sweep_forever(persistence: Persistence) -> None:
-    """Only the leading process deletes."""
     while True:
         more = False
         try:

@@ -32,7 +32,6 @@ class ReplayedRouteResponse(Response):
 
 
 def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
-    """The request body is already read."""
     call = resumed.call
     body = BodyBuffer(tenant_of(scope).name, chunks=[call.body], received_bytes=len(call.body))
     target = {"method": "POST", "path": call.path, "raw_path": call.path.encode()}

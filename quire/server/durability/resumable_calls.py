@@ -1,8 +1,6 @@
-"""Resumable streams and Idempotency-Key.
-
-A call is journaled (store/journal.py) before its first event is sent, its tokens a moment later. A repetition, here or
-in the next process, computes it with the same id, seed and time. Its events are the same to the byte, and those already
-seen are dropped.
+"""Resumable streams and Idempotency-Key. A call is journaled (store/journal.py) before its first event is sent, its
+tokens a moment later. A repetition, here or in the next process, has the same id, seed and time, so its events are
+equal to the byte. Those already seen are dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ from quire.server.store.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"
-"""Its value is a ResumedCall."""
+"""A ResumedCall."""
 CLAIMS_SCOPE_KEY = "quire.claims"
-"""Its value is the request's list of Claims."""
+"""The request's list of Claims."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
@@ -55,7 +53,7 @@ _SAVES_PER_LOGGED_CALL = 5
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
 """Apply while the store is unreachable."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Requests between API processes: stop answering a call; is it being answered?"""
+"""Asked of other API processes: stop answering a call; is it being answered?"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,9 +64,7 @@ class Claim:
     name: str
     """The key, or the call's id."""
     expires_at: float
-    """`time.monotonic()`."""
     attempt: int = 0
-    """0 for a key."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,9 +76,8 @@ class RunningCall:
     """None after its end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
-    """Since the last save."""
     log_number: int = 0
-    """Number of the first choice in the write-ahead log."""
+    """The first choice's number in the write-ahead log."""
     is_stored_response: bool = False
     """See `mark_stored_unfinished`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,9 +100,8 @@ class ResumableCalls:
         self._grace_seconds = grace_seconds
         self._running: dict[tuple[str, str], RunningCall] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
-        """By (owner, key)."""
         self._pending_attempts: set[int] = set()
-        """Attempts claimed but not yet begun."""
+        """Claimed but not yet begun."""
         self._abandon_tasks: set[asyncio.Task[None]] = set()
         self.num_resumed = 0
         self._save_future: asyncio.Future[None] | None = None
@@ -115,7 +109,7 @@ class ResumableCalls:
 
     @property
     def has_write_ahead_log(self) -> bool:
-        """If True, each token is logged before it is sent."""
+        """Each token is logged before it is sent."""
         return self._write_ahead_log is not None
 
     @property
@@ -143,7 +137,7 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """Take over a call and its tokens, and append its claim to `claims`. Concurrent attempts wait until the one
+        """Takes over a call and its tokens, and appends its claim to `claims`. Concurrent attempts wait until the one
         before has begun. Raises HTTPException after CLAIM_SECONDS.
         """
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
@@ -163,7 +157,7 @@ class ResumableCalls:
         return ResumedCall(call, seen, attempt)
 
     async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
-        """Stop the call in the process that answers it, and return it with its current tokens."""
+        """Stops the call in the process that answers it, and returns it with its current tokens."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
         if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:
@@ -198,9 +192,8 @@ class ResumableCalls:
     async def claim_key_or_resume(
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
-        """Return the call with this Idempotency-Key; None if the key is new or absent.
-
-        Raises HTTPException if the key is invalid, another request's, or being answered.
+        """Returns the call with this Idempotency-Key; None if the key is new or absent. Raises HTTPException if the key
+        is invalid, another request's, or being answered.
         """
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
@@ -258,8 +251,8 @@ class ResumableCalls:
         running: RunningGeneration[Generation],
         outputs: ResumableOutputs | None,
     ) -> None:
-        """Follow `outputs` in the journal until `running` is closed; a failure closes it too. `outputs` is None for
-        beam search, which has no tokens before its end.
+        """Follows `outputs` in the journal until `running` is closed; a failure closes it too. `outputs` None: beam
+        search, which has no tokens before its end.
         """
         progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
@@ -319,7 +312,7 @@ class ResumableCalls:
             running.is_stored_response = True
 
     async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
-        """Prevent another attempt. Without `with_key`, an Idempotency-Key stays known."""
+        """Prevents another attempt. Without `with_key`, an Idempotency-Key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:

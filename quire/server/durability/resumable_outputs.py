@@ -114,7 +114,7 @@ class ResumableOutputs(WrappedOutputs):
                 yield [single]
 
     def _record_first_cached_tokens(self, output: EngineCoreOutput) -> int:
-        """Return the cached prompt tokens that the first attempt reported."""
+        """Returns the number of cached prompt tokens that the first attempt reported."""
         cached_counts, index = self.progress.cached, self._index_by_id[output.id]
         if cached_counts[index] < 0:
             cached_counts[index] = output.cached_tokens
@@ -122,7 +122,7 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
-        """Journal each choice's tokens after its first `known_counts`."""
+        """Journals each choice's tokens after its first `known_counts`."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]
@@ -146,7 +146,9 @@ class ResumableOutputs(WrappedOutputs):
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """What need not be recomputed: nothing with `needs_logprobs`, because the journal has no log probabilities."""
+    """Returns what need not be recomputed: nothing with `needs_logprobs`, because the journal has no log
+    probabilities.
+    """
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
     if needs_logprobs:

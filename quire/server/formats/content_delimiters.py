@@ -12,10 +12,10 @@ class ContentDelimiters:
     begin: str
     other_begins: tuple[str, ...]
     later_begins: tuple[str, ...]
-    """Used after another part."""
+    """Begin content after another part."""
     ends: tuple[str, ...]
     close: str
-    """After content, up to the answer's end."""
+    """Text between content and the answer's end."""
 
 
 class ContentExtractor:

@@ -29,12 +29,11 @@ class RequestMessageFormat:
     starts_in_thinking: bool | None = None
     include_reasoning: bool = True
     tool_format: ToolFormat | None = None
-    """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
     """Declared as custom: the input is their only argument."""
     allows_parallel_calls: bool = True
-    """False: only the first call is kept."""
+    """If False, only the first call is kept."""
     calls_only: bool = False
     """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None

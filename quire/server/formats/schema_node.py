@@ -10,9 +10,9 @@ from urllib.parse import unquote
 JSON_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 ANY_TYPE = "any"
 MAX_NODES = 500
-"""Per value. Beyond this, any type is allowed."""
+"""Bounds each value. Beyond this, any type is allowed."""
 MAX_DEPTH = 40
-"""Of combining keywords and references. Beyond this, any type is allowed."""
+"""Bounds combining keywords and references. Beyond this, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -36,7 +36,7 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""Implied by the keyword if `type` is missing."""
+"""A keyword implies its type if `type` is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """`document`: what references point into."""
+    """References point into `document`."""
 
     schema: Any
     document: Any
@@ -106,7 +106,6 @@ class SchemaNode:
         return self._any_of_node(schemas)
 
     def standalone_schema(self) -> Any:
-        """Includes all definitions that the schema refers to."""
         return _SchemaExtractor(self.document).extract_schema(self.schema)
 
     def _object_schemas(self) -> Iterator[Mapping[str, Any]]:
@@ -147,7 +146,6 @@ class _VariantResolver:
 
 
 def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
-    """Ignores keywords that combine schemas."""
     types = schema.get("type")
     names = [one for one in (types if isinstance(types, list) else [types]) if one in JSON_TYPES]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -170,7 +168,7 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
 
 
 def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant]) -> list[TypeVariant]:
-    """The more specific side if they have nothing in common."""
+    """Returns the more specific side if they have nothing in common."""
     shared = []
     for one in left:
         for other in right:
@@ -256,7 +254,6 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
-    """None if the reference leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])

@@ -27,9 +27,9 @@ SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
 """(variable, value for thinking, value for none), as in published templates."""
 EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""The APIs' words, in ascending order."""
+"""The APIs' words, ascending."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
-"""Values of EFFORT_VARIABLES that turn thinking off in some templates."""
+"""These values of EFFORT_VARIABLES turn thinking off in some templates."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
 """Clients use these, whatever the template's name is."""
 
@@ -41,7 +41,7 @@ class ThinkingSwitch:
     off_variables: Mapping[str, Any] = field(default_factory=dict)
     """Empty if thinking is off by default or cannot be switched."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By variable: the template's word for each of the APIs' words."""
+    """By variable, the template's word for each of the APIs' words."""
     is_switchable: bool = False
 
     @classmethod

@@ -46,7 +46,6 @@ class BeamSearchGeneration(Generation):
         self._weights_version = client.engine_core.weights_version
         self._client_call = client.begin_call(request.answer_id, request.authorized_caller.tenant)
         self._cancelled_prompts: set[int] = set()
-        """Prompt indices."""
         self._streams: set[OutputStream] = set()
 
     @property
@@ -55,7 +54,7 @@ class BeamSearchGeneration(Generation):
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """One step, or none if closed before."""
+        """Yields one step, or none if closed before."""
         n, limit = self.request.params.n, self.request.timeout
         try:
             async with asyncio.timeout(limit):
@@ -90,7 +89,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """The n best hypotheses, best first; after a cancellation, the best so far."""
+        """Returns the n best hypotheses, best first; after a cancellation, the best so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)

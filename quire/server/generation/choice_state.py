@@ -16,7 +16,7 @@ from quire.server.generation.resolved_request import GenerationRequest, Prompt, 
 
 
 class AnswerToken(msgspec.Struct, frozen=True, gc=False):
-    """`logprob` is None only for the first token of an echoed prompt."""
+    """`logprob` is None only for an echoed prompt's first token."""
 
     token_id: int
     logprob: TokenLogprob | None
@@ -28,12 +28,12 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     index: int
     text: str
     tokens: list[AnswerToken]
-    """Tokens that begin in `text`, if log probabilities were requested."""
+    """They begin in `text`; only if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string, or the id from stop_token_ids."""
     token_ids: Sequence[int] = ()
-    """Tokens since the last delta, including the one that ended the answer."""
+    """Since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
     """Only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
@@ -50,7 +50,7 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
-        """Prompt tokens that could have been cached; None if unknown."""
+        """None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
         """The generation sets this, `end_reason` and the two times."""
@@ -133,7 +133,7 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """The flag is True if a repetition ends the answer."""
+        """True: a repetition ends the answer."""
         if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
@@ -160,7 +160,7 @@ class ChoiceState:
         self.prefix_report = output.prefix or self.prefix_report
 
     def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
-        """Return tokens that start in the delta's text; none unless log probabilities were requested."""
+        """Returns tokens that start in the delta's text, if log probabilities were requested."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
@@ -218,9 +218,8 @@ class RepetitionDetector:
         self._token_ids: list[int] = []
 
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """Cut the output after the token that completes a repetition; True if there is one.
-
-        A token that ends the answer anyway is not checked, and keeps its own finish reason.
+        """Cuts the output after the token that completes a repetition; True if there is one. A token that ends the
+        answer anyway is not checked, and keeps its own finish reason.
         """
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
@@ -242,5 +241,5 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """Compare each of the last `length` tokens to the one `period` before it, if that is also among them."""
+    """Compares each of the last `length` tokens to the one `period` before it, if that is also among them."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

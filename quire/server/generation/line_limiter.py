@@ -16,13 +16,13 @@ class LineLimiter:
         self._rule = rule
         self._deadline: float | None = None
         self._indent: int | None = None
-        """Of the current line so far; None after its indentation, and in the first line."""
+        """The current line's; None after its indentation, and in the first line."""
         self._num_characters = 0
         self._num_ids = 0
         self._num_offsets = 0
 
     def cut_delta(self, delta: TextDelta) -> TextDelta | None:
-        """The answer's last delta, cut after the token that ends it; None if the answer continues."""
+        """Returns the answer's last delta, cut after the token that ends it; None if the answer continues."""
         cut = self._find_cut(delta.text)
         if cut is None:
             self._num_characters += len(delta.text)
@@ -39,7 +39,7 @@ class LineLimiter:
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
-        """The answer's length in `text`, and the position of the character that ends it."""
+        """Returns the answer's length in `text`, and the position of the character that ends it."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds

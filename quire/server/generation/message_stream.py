@@ -14,8 +14,7 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Characters at the end that are searched for a stop string, which ends content except for text that parsers hold back.
-"""
+"""A stop string is searched in this many last characters. It ends content, except for text that parsers hold back."""
 
 
 class MessageDeltaStream:
@@ -31,11 +30,10 @@ class MessageDeltaStream:
         self._has_dropped_calls = False
         self._raw_tail = ""
         self._text_length = 0
-        """In characters."""
         self._decided_length = 0
-        """Characters that cannot begin a stop string."""
+        """These characters cannot begin a stop string."""
         self._pending_offsets: list[int] = []
-        """Start positions of tokens not yet emitted."""
+        """Starts of tokens not yet emitted."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -124,5 +122,4 @@ def _join_deltas(one: MessageDelta, other: MessageDelta) -> MessageDelta:
 
 
 def _is_call_continuation(call: ToolCallDelta) -> bool:
-    """A continuation precedes the content."""
     return call.name is None

@@ -12,7 +12,7 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Per whole answer, or per stream that repeats them at its end: about 140 MB."""
+"""Bounds a whole answer, or a stream that repeats them at its end: about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
 
 
@@ -40,10 +40,10 @@ class OutputParts:
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
         self._pending_tokens: list[AnswerToken] = []
-        """Tokens whose text has not come yet."""
+        """Their text has not come yet."""
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
-        """Yield (part, piece). A new part ends the previous one."""
+        """Yields (part, piece). A new part ends the previous one."""
         continued = 0
         while (
             continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None
@@ -98,7 +98,7 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts log probabilities held by this process for whole answers, and for streams that repeat them at the end."""
+    """Counts log probabilities held for whole answers, and for streams that repeat them at the end."""
 
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}
@@ -106,7 +106,7 @@ class LogprobBudget:
 
     @contextmanager
     def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """Yield a function that counts one call's steps. It raises InvalidRequest if the call holds too many log
+        """Yields a function that counts one call's steps. It raises InvalidRequest if the call holds too many log
         probabilities; Overloaded if all calls do, and this one holds the most.
         """
         call_key = object()
@@ -136,7 +136,7 @@ class LogprobBudget:
 async def collect_choices(
     steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[CollectedChoice]:
-    """Sorted by index. `count_step` may raise."""
+    """Sorts by index. `count_step` may raise."""
     answers: dict[int, CollectedChoice] = {}
     async for step in steps:
         count_step(step)

@@ -26,7 +26,7 @@ class OptionQuestion:
     type: QuestionType
     name: str | None
     options: Sequence[str | bool]
-    """A predicate's booleans, a choice's values, or the labels of a score's levels."""
+    """A predicate's booleans, a choice's values, or a score's level labels."""
     option_token_ids: Sequence[int]
 
 
@@ -45,7 +45,7 @@ class ResponsesApiFields:
     input_items: Sequence[StoredItem] = ()
     """This request's items to store or cache."""
     cache_for_websocket: bool = False
-    """Keep the response in memory, for the WebSocket's next request."""
+    """Keep the response in memory for the WebSocket's next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
     continues_unstored_response: bool = False
@@ -58,7 +58,7 @@ class Prompt:
     text: str | None = None
     """For `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
-    """Start of each id in `text`, in characters; empty if not needed."""
+    """Each id's start in `text`, in characters; empty if not needed."""
     spans: tuple[MediaSpan, ...] = ()
     """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
@@ -84,7 +84,7 @@ class LineRule:
     min_indent: int = 0
     """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
     max_seconds: float | None = None
-    """Counted from the first token. After this time, the answer ends at the next newline."""
+    """Once this long after the first token, the answer ends at the next newline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,21 +95,18 @@ class Caller:
     weight: float = 1.0
     """Scheduling share."""
     priority: int = 0
-    """From the body or a trusted gateway."""
     cache_salt: str = ""
     """Already specific to the tenant."""
     adapter: Adapter | None = None
     """None if the model name is not an adapter's."""
     chosen_id: str = ""
-    """The X-Request-Id header."""
     include_receipt: bool = False
     record_receipt: bool = False
-    """True if the answer or the receipt log needs a receipt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """Makes a recomputed answer the same one. Set by the station `identify`, from the journal if resumed."""
+    """Makes a recomputed answer the same one. The station `identify` sets it, from the journal if resumed."""
 
     id: str
     """Unique; prefix of the engine request ids."""
@@ -123,7 +120,7 @@ class AnswerIdentity:
     """Events are numbered and reproducible: each token is one step."""
     num_earlier_attempts: int = 0
     cache_diagnosis: CacheDiagnosis | None = None
-    """Of the comparison with an earlier answer's prompt; None unless the body requests one."""
+    """Compares with an earlier answer's prompt, if the body requests it."""
     ignored_headers: str = ""
     """Request headers without effect, comma-separated."""
 
@@ -134,7 +131,6 @@ class CheckedGrammar:
     """The request field it came from."""
     grammar: Grammar
     headers: Mapping[str, str]
-    """Response headers about its schemas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,15 +141,13 @@ class ResolvedRequest:
     body_id: str = ""
     """The body's request_id."""
     model: str
-    """The model name in the answer."""
     body_priority: int = 0
     body_cache_salt: str = ""
     timeout: float | None = None
-    """Seconds until the answer must be complete."""
+    """Seconds until the whole answer."""
     queue_timeout: float | None = None
-    """Seconds until the first token or vector must arrive."""
+    """Seconds until the first token or vector."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Response headers that the body determines."""
     caller: Caller | None = None
     identity: AnswerIdentity | None = None
 
@@ -204,7 +198,7 @@ class GenerationRequest(ResolvedRequest):
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Without the grammar and drawn seed that `sampling_params` adds."""
+    """Lacks the grammar and drawn seed that `sampling_params` adds."""
     num_returned: int
     """A whole answer returns this many choices per prompt, the most likely ones; at most n."""
     session_id: str = ""
@@ -212,11 +206,9 @@ class GenerationRequest(ResolvedRequest):
     keep_seconds: float = 0.0
     """How long to pin the conversation's KV blocks."""
     checked_grammar: CheckedGrammar | None = None
-    """Set by `check_grammars`."""
 
     beam_search: bool = False
     length_penalty: float = 1.0
-    """For beam search."""
     repetition_rule: RepetitionRule | None = None
     line_rule: LineRule | None = None
     message_format: RequestMessageFormat | None = None
@@ -225,7 +217,7 @@ class GenerationRequest(ResolvedRequest):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Each stream event contains the usage so far."""
+    """Each stream event has the usage so far."""
     echo: bool = False
     prompt_only: bool = False
     """Drop the one token that the engine must generate."""
@@ -233,19 +225,19 @@ class GenerationRequest(ResolvedRequest):
     prompt_logprobs: int | None = None
     """Alternatives per prompt token; None omits the field."""
     return_token_ids: bool = False
-    """Of prompt and answer."""
+    """For prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
     """Adds timings to the usage; only with one choice."""
     body_receipt: bool = False
     allows_receipt: bool = True
-    """False if no caller reads what is generated."""
+    """False if nobody reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
-    """Without a model. None if later prompts cannot be compared with this one."""
+    """Has no model yet. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
-    """Id of the earlier answer whose prompt is compared with this one."""
+    """The earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
     """For the Decisions API, one per prompt."""
 
@@ -255,7 +247,7 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Include the checked grammar and the answer's seed."""
+        """Includes the checked grammar and the answer's seed."""
         grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
         return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
 
@@ -278,11 +270,11 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def prompt_tokens(self) -> int:
-        """Count each prompt once, regardless of `n`."""
+        """Counts each prompt once, regardless of `n`."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def system_fingerprint(self, model_fingerprint: str) -> str:
-        """Add the adapter's digest, which determines tokens too, to ServedModel.fingerprint."""
+        """Adds the adapter's digest, which determines tokens too, to ServedModel.fingerprint."""
         known, _, promise = model_fingerprint.rpartition("_")
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 

@@ -15,7 +15,7 @@ class RunningGeneration(Generic[GenerationType]):
     """An admitted generation, and what admission, receipts and the journal do at its end."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
-        """`receipt_recorder`: None if no receipt is recorded, and for beam search."""
+        """`receipt_recorder`: None without a receipt, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []

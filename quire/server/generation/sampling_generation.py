@@ -80,7 +80,7 @@ class SamplingGeneration(Generation):
         return step
 
     async def _process_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
-        """Handle one output per turn of the event loop: it may hold a whole prompt's log probabilities."""
+        """Handles one output per turn of the event loop: it may hold a whole prompt's log probabilities."""
         step = []
         for output in outputs:
             async with self._loop_work_pacer:
@@ -88,7 +88,6 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
-        """None: nothing to show yet."""
         choice = self._choices_by_id[output.id]
         if choice.is_finished:  # closed before this output was read
             return None

@@ -22,7 +22,7 @@ class VectorInput:
     ids: list[int]
     params: PoolingParams
     spans: tuple[MediaSpan, ...] = ()
-    """Placeholder ids of images."""
+    """These ids are images' placeholders."""
     images: tuple[Image, ...] = ()
 
 
@@ -40,7 +40,6 @@ class VectorRequest(ResolvedRequest):
         return sum(len(each.ids) for each in self.inputs)
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One per input, in order."""
         caller = self.authorized_caller
         return [
             EngineCoreRequest(
@@ -68,16 +67,15 @@ class VectorGeneration:
     """Call `collect_vectors` once; call `close` at any time."""
 
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
-        """`outputs` belong to `request.engine_requests()`."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """By unfinished request."""
+        """Keyed by unfinished request."""
         self._request_ids = list(self._open_prompt_tokens)
         self._outputs = outputs
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
-        """In input order; None if some were cut short. Raises EngineError, Timeout or QueueTimeout."""
+        """Returns vectors in input order; None if some were cut short. Raises EngineError, Timeout or QueueTimeout."""
         vectors_by_id: dict[str, np.ndarray] = {}
         try:
             async for outputs in self._outputs:

@@ -22,11 +22,11 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""For a request line with headers; also for a chunk's line with extensions, and for trailers."""
+"""Bounds a request line with headers, a chunk's line with extensions, and trailers."""
 MAX_HEADERS = 256
-"""Trailers included. Each lookup scans all headers."""
+"""With trailers. Each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
-"""For head, chunk lines with extensions, and trailers together."""
+"""Bounds head, chunk lines with extensions, and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
 """This many body bytes allow one more framing byte, so chunks of 24 bytes and more are never refused."""
 MAX_PIPELINED_REQUESTS = 100
@@ -43,9 +43,9 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """Seconds per head and per piece of a body."""
+    """For a head, and for each piece of a body."""
     write_timeout: float
-    """Seconds that an answer may wait for its reader."""
+    """How long an answer may wait for its reader."""
     client: EngineClient
     """Counts clients beyond the write timeout in `slow_readers`."""
 
@@ -105,9 +105,9 @@ class UnchunkedSender:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection has no deadline for slow requests or for clients that do not read, and no limit on headers
-    and trailers. Timers, cheaper than tasks, enforce the deadlines here. A byte counts as framing until it proves to be
-    the body's.
+    """uvicorn's connection has no deadline for slow requests or clients that do not read, and no limit on headers and
+    trailers. Timers, cheaper than tasks, enforce the deadlines here. A byte counts as framing until it proves to be the
+    body's.
     """
 
     transport: BatchingTransport
@@ -129,10 +129,10 @@ class HttpConnection(HttpToolsProtocol):
         self._received_bytes = 0
         """Bytes of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
-        """Excludes bytes received with the previous request's end."""
+        """Without bytes received with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
-        """Bytes since the last piece with a body byte."""
+        """Since the last piece with a body byte."""
         self._num_headers = 0
         self._body_chunks: list[bytes] = []
         """Chunks in the data being parsed, passed on together."""

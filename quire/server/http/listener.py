@@ -81,7 +81,7 @@ def bind_unix_socket(path: Path) -> socket.socket:
 
 
 def _remove_stale_socket(path: Path) -> int:
-    """Return permissions for the new file. Raises ConfigError if the path is no socket or a server listens on it."""
+    """Returns permissions for the new file. Raises ConfigError if the path is no socket or a server listens on it."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -106,6 +106,5 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
-    """Warns if other machines can reach a server without keys."""
     if not (config.has_api_keys or listener.family == socket.AF_UNIX or is_loopback_listener(listener)):
         log.warning(UNPROTECTED_WARNING, config.host)

@@ -28,12 +28,10 @@ EVENT_STREAM_HEADERS = (
 
 
 class EventStream(EventSourceResponse):
-    """Each chunk is one or more whole, encoded events.
-
-    `close` is called when the client disconnects and when the stream ends; it must end `chunks`. The status is sent
-    with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is raised and gets its
-    own status; a later one becomes the last event.
-
+    """Each chunk is one or more whole, encoded events. A disconnect and the stream's end call `close`, which must end
+    `chunks`.
+    The status is sent with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is
+    raised and gets its own status; a later one becomes the last event.
     sse-starlette's `__call__` would send the status before the first chunk, ping between frequent events, end streams
     that HttpServer drains, and take 0.4 ms per stream and microseconds per token.
     """

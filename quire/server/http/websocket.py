@@ -24,12 +24,12 @@ _FEED_BYTES = 16 * 1024
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
-"""Pings, pongs and fragments of a few bytes before a message ends."""
+"""Bounds pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
 """Linux ends a connection that does not acknowledge data, such as a ping, for this long."""
 _CLOSE_SECONDS = 2.0
-"""Wait for the client's close frame."""
+"""Time to wait for the client's close frame."""
 
 
 class WebSocketConnection(WSProtocol):
@@ -56,13 +56,12 @@ class WebSocketConnection(WSProtocol):
         self._unparsed = bytearray()
         self._parses_soon = False
         self._num_small_frames = 0
-        """Since the last whole message."""
         self._message_bytes = 0
         self._write_timer: asyncio.TimerHandle | None = None
         self._going_away = asyncio.Event()
 
     def take_over(self, transport: asyncio.Transport, head: bytes) -> None:
-        """Continue an HTTP connection. `head`: the handshake."""
+        """Continues an HTTP connection. `head`: the handshake."""
         self.connection_made(transport)
         super().data_received(head)
 
@@ -88,7 +87,7 @@ class WebSocketConnection(WSProtocol):
         return message  # type: ignore[return-value]
 
     def _parse(self) -> None:
-        """In parts, with other connections in between: thousands of small frames take a second."""
+        """Parses in parts, with other connections in between: thousands of small frames take a second."""
         self._parses_soon = False
         if self.transport.is_closing():
             return self._unparsed.clear()

@@ -72,7 +72,6 @@ class BatchingTransport(asyncio.Transport):
         self._is_lingering = False
         """Writes nothing more, and drops input."""
         self.writable = True
-        """Set by the connection."""
         self.last_chunk_time = 0.0
         """time.monotonic()."""
 
@@ -103,7 +102,7 @@ class BatchingTransport(asyncio.Transport):
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Keep reading while the client sends: otherwise the system resets the connection, and the answer is lost (RFC
+        """Keeps reading while the client sends: otherwise the system resets the connection, and the answer is lost (RFC
         9112, 9.6).
         """
         self.flush_buffer()
@@ -136,7 +135,7 @@ class BatchingTransport(asyncio.Transport):
         self._transport.abort()
 
     def release_references(self) -> None:
-        """Break reference cycles."""
+        """Breaks reference cycles."""
         self.writable = False
         self._buffer = b""
         self._is_client_sending = _always_false

@@ -32,7 +32,7 @@ _MAX_CONNECTIONS = 4
 _NUM_LOOKUP_THREADS = 4
 """An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
-"""Per address of a host, except the last."""
+"""Bounds each address of a host, except the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
@@ -48,7 +48,7 @@ class ForbiddenAddress(Exception):
 
 
 def is_public_address(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved ones."""
+    """False for private, loopback, link-local, multicast and reserved addresses."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -191,7 +191,7 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """The content, or None and the redirect's URL."""
+        """Returns the content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:

@@ -34,10 +34,9 @@ log = logging.getLogger("quire.server.multi_model.fleet")
 
 ModelState = Literal["unloaded", "loading", "awake", "sleeping"]
 OpenRuntime = Callable[[ModelEntry], AbstractAsyncContextManager[ModelRuntime]]
-"""Opens a ready model with an engine."""
 
 _PROCESS_OVERHEAD_BYTES = 256 * 2**20
-"""Of an engine without weights and KV cache."""
+"""An engine's memory without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
 """Requests get a failed load's error for this long."""
@@ -48,9 +47,9 @@ class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
     num_open: int = 0
-    """Number of requests that need the model awake."""
+    """Requests that need the model awake."""
     waiting_since: float = 0.0
-    """Monotonic; 0 if no request waits."""
+    """Monotonic time; 0 if no request waits."""
     last_used_at: float = 0.0
     """Monotonic time of a request's arrival or end."""
     awake_since: float = 0.0
@@ -58,7 +57,6 @@ class ManagedModel:
     failure: QuireError | None = None
     failed_at: float = 0.0
     load_finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a load succeeds or fails."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     serve_task: asyncio.Task[None] | None = None
 
@@ -131,7 +129,7 @@ class ModelManager:
         await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
-        """Load the first model. Raises the errors of its start, with its name."""
+        """Loads the first model. Raises the errors of its start, with its name."""
         first = self.managed_models[0]
         try:
             await self._load_model(first)
@@ -193,7 +191,7 @@ class ModelManager:
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """At most one: close a dead model, wake one, or put one to sleep."""
+        """Makes at most one change: closes a dead model, wakes one, or puts one to sleep."""
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():

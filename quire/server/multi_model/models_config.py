@@ -37,7 +37,7 @@ _MODEL_SETTINGS = {
     "default_chat_template_kwargs",
     "chat_template_content_format",
 }
-"""Settings per model; all others are the server's."""
+"""Settings of a model; all others are the server's."""
 _PRESET_KEYS = ("system", "parameters")
 """A table that names another as its model is an alias, and may have only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
@@ -76,17 +76,14 @@ class ModelsConfig:
     entries: tuple[ModelEntry, ...]
     """At least one; the first is the default, loaded at the start."""
     memory_limit_bytes: int | None
-    """Of awake models; None: unlimited."""
+    """Bounds awake models; None: unlimited."""
     slice_seconds: float
     """A model with open requests makes room only after this time."""
     defaults: ModelsFileOptions
-    """For models without an own value."""
     flags: Mapping[str, Any]
-    """Command-line settings of every model."""
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
-        """Raises ConfigError."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):

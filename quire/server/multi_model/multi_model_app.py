@@ -38,7 +38,7 @@ router = APIRouter(include_in_schema=False)
 class _ModelNameBody(msgspec.Struct):
     model: str | None = None
     name: str | None = None
-    """Of Ollama's older clients."""
+    """Ollama's older clients send this."""
 
 
 class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class _LoadBody(_ModelChangeBody):
     settings: dict[str, Any] | None = None
-    """Of a new model."""
+    """A new model's settings."""
 
 
 class _UnloadBody(_ModelChangeBody):

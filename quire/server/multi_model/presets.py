@@ -23,7 +23,7 @@ PRESET_PARAMETERS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-"""Under their names in a chat."""
+"""Names as in a chat."""
 _OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 _COMPLETION_PARAMETERS = (*_SAMPLING_PARAMETERS, "max_tokens", "stop")
 _LLAMA_CPP_NAMES = {name: name for name in _COMPLETION_PARAMETERS} | {
@@ -50,13 +50,13 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/api/generate": ("system", {}),
     "/tokenize": ("messages", {"chat_template_kwargs": "chat_template_kwargs"}),
 }
-"""By path: the system message's field, and parameters' names."""
+"""The system message's field, and parameters' names, by path."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
     system: str | None
-    """For requests without a system message."""
+    """Used for requests without a system message."""
     parameters: Mapping[str, Any]
     """Defaults by their names in a chat."""
 
@@ -82,7 +82,7 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
 
 
 def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
-    """Fill in what the body leaves out. An invalid body stays unchanged."""
+    """Fills in what the body leaves out. An invalid body stays unchanged."""
     path_fields = _FIELDS_BY_PATH.get(path)
     if path_fields is None:
         return

@@ -23,7 +23,7 @@ TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """JSON, built in a thread because that is slow, from copies of timelines that still change."""
+    """Builds JSON in a thread, because that is slow, from copies of timelines that still change."""
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)
@@ -58,7 +58,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Microseconds per phase. Their sum is the recording's length times the number of engines."""
+    """Microseconds per phase. They add up to the recording's length times the number of engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":

@@ -115,7 +115,7 @@ class HttpMetrics(Collector):
 
 
 def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
-    """Drop ended processes' gauges, and keep their counts."""
+    """Drops ended processes' gauges, and keeps their counts."""
     process_gauges = (
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",

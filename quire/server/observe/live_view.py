@@ -18,7 +18,7 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Of the engine's time; expensive views are taken less often."""
+"""Bounds the engine's time for views; expensive ones are taken less often."""
 MAX_LISTED_ENGINES = 8
 """Further engines' memory is omitted."""
 OVERLAP_SECONDS = 4
@@ -127,7 +127,7 @@ class LiveViewStream:
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
-        """Yield server-sent events: one `hello`, then `state` repeatedly."""
+        """Yields server-sent events: one `hello`, then `state` repeatedly."""
         self._live_view.add_stream(self)
         try:
             yield self._live_view.hello_event(facts)

@@ -100,7 +100,6 @@ class CallbackCollector(Collector):
 def build_metric_family(
     kind: MetricFamilyClass, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Metric:
-    """`values`: by label values."""
     metric_family = kind(name, text, labels=labels)
     for label_values, value in values.items():
         metric_family.add_metric(label_values, value)
@@ -108,7 +107,7 @@ def build_metric_family(
 
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
-    """Labeled with the engine's number."""
+    """The label is the engine's number."""
     engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
 
@@ -154,7 +153,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """Calls that this process refused, by reason, and answers given up."""
+    """Counts calls that this process refused, by reason, and answers given up."""
     text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
@@ -178,7 +177,7 @@ def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Met
 def data_dir_metrics(
     read_view: Callable[[], DataDirStatus], results: Collection[str], model_name: str
 ) -> Iterator[Metric]:
-    """`read_view`: of all processes. `results`: a batch line's possible results."""
+    """`read_view`: figures of all processes. `results`: a batch line's possible results."""
     view, model = read_view(), LABELS[:1]
     text = "Batches that have not ended."
     yield build_metric_family(
@@ -200,7 +199,7 @@ def data_dir_metrics(
 
 
 def length_buckets(longest: int) -> list[int]:
-    """1, 2, 5, 10, …, up to the first one >= `longest`."""
+    """Returns 1, 2, 5, 10, …, up to the first one >= `longest`."""
     buckets: list[int] = []
     while not buckets or buckets[-1] < longest:
         buckets.append((1, 2, 5)[len(buckets) % 3] * 10 ** (len(buckets) // 3))

@@ -24,7 +24,7 @@ decode_samples = msgspec.msgpack.Decoder(list[PeerSample]).decode
 
 
 def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
-    """Only counters and histograms."""
+    """Takes only counters and histograms."""
     return [
         PeerSample(metric.name, sample.name, sample.labels, sample.value)
         for metric in registry.collect()

@@ -57,7 +57,7 @@ def conversation_turns(
 
 
 def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the turns of several processes."""
+    """Merges several processes' turns."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 
 

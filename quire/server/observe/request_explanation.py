@@ -14,7 +14,7 @@ from quire.server.observe.request_log import RequestRecord
 MAX_STEPS = 4000
 """Per explanation, shared by its sequences. More than are kept of two sequences."""
 MAX_BATCH_MATES = 10_000
-"""Per explanation; further mates are only counted."""
+"""Further mates are only counted."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Keeps the latest `capacity` answers. Callers see their own key's answers, admins see all."""
+    """Keeps the latest `capacity` answers. Callers see their own key's answers, admins all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -84,7 +84,6 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """None if not kept."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -156,7 +155,6 @@ class RequestLogMiddleware:
 
 
 def _status_of(message: Message) -> int | None:
-    """None if the message does not begin the answer."""
     match message["type"]:
         case "http.response.start" | "websocket.http.response.start":
             return int(message["status"])
@@ -166,7 +164,6 @@ def _status_of(message: Message) -> int | None:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
-    """0 if missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 

@@ -27,8 +27,8 @@ Resolution = ResolvedGeneration | VectorRequest | JsonReply
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises InvalidRequest, Overloaded and the stations' other errors. server/routes/error_handlers.py makes responses
-    of them.
+    """Raises InvalidRequest, Overloaded and the stations' other errors, which server/routes/error_handlers.py
+    answers.
     """
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
@@ -70,7 +70,7 @@ async def generate_and_write(
 async def prepare_generation(
     request: Request, resolution: ResolvedGeneration, durable: DurableRequest
 ) -> GenerationRequest:
-    """Complete the request before the engine has work."""
+    """Completes the request before the engine has work."""
     resolved = authorize(request, await check_grammars(request, resolution))
     fresh = replace(identify(resolved), cache_diagnosis=await diagnose_cache(request, resolved))
     return resolved.with_identity(await durable.identify(resolved, fresh))

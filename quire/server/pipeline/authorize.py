@@ -1,5 +1,5 @@
-"""Fourth station: the caller, its terms and the answer's id. server/access/authentication.py checks API keys before the
-body is read.
+"""Fourth station: the caller, its terms and the answer's id. server/access/authentication.py has checked the API key
+before the body was read.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written
 
 RESPONSE_CACHE_SCOPE_KEY = "quire.response_cache"
-"""Scope key of the ResponseCache, only for a WebSocket's requests."""
+"""Only requests of a WebSocket have one."""
 
 
 class ResponseCache(Protocol):
@@ -36,7 +36,6 @@ class ResponseCache(Protocol):
 
 
 def response_cache_of(request: Request) -> ResponseCache | None:
-    """None for a POST."""
     response_cache: ResponseCache | None = request.scope.get(RESPONSE_CACHE_SCOPE_KEY)
     return response_cache
 
@@ -44,7 +43,6 @@ def response_cache_of(request: Request) -> ResponseCache | None:
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
     data: DataDir | None
-    """None if nothing is stored."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter
@@ -98,7 +96,7 @@ class ResponseRecorder:
 
 
 async def answer_in_background(request: Request, recorder: ResponseRecorder, durable: DurableRequest) -> Response:
-    """The event stream, or the queued response."""
+    """Returns the event stream, or the queued response."""
     runtime = get_runtime(request)
     server = get_server_context(request)
     resolved = recorder.resolved

@@ -19,9 +19,9 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""Version at the last token; for a stream, at its start."""
+"""At the last token; for a stream, at its start."""
 MAX_INLINE_NUMBERS = 2**14
-"""Writing their JSON takes a few milliseconds; threads write longer answers."""
+"""Writing this many as JSON takes a few milliseconds; threads write longer answers."""
 
 
 async def do_nothing() -> None:

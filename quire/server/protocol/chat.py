@@ -89,7 +89,7 @@ class ChatRequest(GenerationBody):
     messages: Messages
     max_completion_tokens: TokenLimit | None = None
     n_predict: int | None = Field(None, ge=-1)
-    """llama.cpp's max_tokens. 0: only compute the prompt, into the prefix cache."""
+    """llama.cpp's max_tokens. 0: only compute the prompt into the prefix cache."""
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
@@ -115,7 +115,7 @@ class ChatRequest(GenerationBody):
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """Name and value of the first field that is set. None: no limit."""
+        """The first field that is set. None: no limit."""
         values = {name: getattr(self, name) for name in ("max_completion_tokens", "max_tokens", "n_predict")}
         return next(((name, value) for name, value in values.items() if value is not None), ("max_tokens", None))
 

@@ -37,7 +37,7 @@ CHAT_EXTENSIONS = (
     "documents",
     "add_special_tokens",
 )
-"""Mean the same in every API."""
+"""These mean the same in every API."""
 
 
 class TranslatableBody(ModelBody):
@@ -49,7 +49,7 @@ class TranslatableBody(ModelBody):
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Return parameters without effect. Raises InvalidRequest for a chat's unsupported fields."""
+        """Returns parameters without effect. Raises InvalidRequest for a chat's unsupported fields."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
             if field is None or name in self.accepted_extensions:

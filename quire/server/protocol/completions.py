@@ -22,7 +22,7 @@ class CompletionRequest(GenerationBody):
     best_of: int | None = Field(None, ge=1)
     """Choices to generate; returns the n with the highest mean log probability per token."""
     suffix: str = ""
-    """After the gap, for fill-in-the-middle models."""
+    """The text after the gap, for fill-in-the-middle models."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -33,7 +33,6 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_candidates(self) -> int:
-        """Per prompt. Raises InvalidRequest."""
         if self.best_of is None:
             return self.n
         if self.best_of < self.n:

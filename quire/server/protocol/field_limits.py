@@ -25,12 +25,11 @@ from quire.engine.common.errors import InvalidRequest
 MAX_FIELDS = 256
 """Per body, including ineffective fields."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""For logit_bias and stop_token_ids: each of n answers has a copy."""
+"""Each of n answers has a copy of logit_bias and stop_token_ids."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Every token of an answer reports all of them."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
-"""Number of words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
 """Token ids per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words, sequence breakers
@@ -44,11 +43,9 @@ MAX_PROMPT_ENTRIES = 2**22
 MAX_MESSAGES = 100_000
 """Each takes a token at least, so the context limits them too."""
 MAX_CONTENT_PARTS = 10_000
-"""Per message."""
 MAX_DOCUMENTS = 10_000
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024
-"""Per message."""
 MAX_DETOKENIZE_TOKENS = 1_000_000
 
 

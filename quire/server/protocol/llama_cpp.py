@@ -15,7 +15,7 @@ from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, En
 
 MAX_EXTRA_CHUNKS = 1024
 MAX_NAMES = 128
-"""Of samplers, and of response_fields."""
+"""Bounds `samplers` and `response_fields`."""
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "mirostat": (0,),
@@ -47,7 +47,7 @@ Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A toke
 
 class LlamaCppBody(EngineRequestBody):
     n_predict: int | None = None
-    """Negative: no limit but the context. 0: only compute the prompt into the prefix cache."""
+    """Negative: only the context limits. 0: only compute the prompt into the prefix cache."""
     max_tokens: int | None = None
     n_cmpl: int = 1
     temperature: float | None = None
@@ -67,7 +67,6 @@ class LlamaCppBody(EngineRequestBody):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
-    """Default: all."""
     seed: int | None = None
     """-1: random."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
@@ -95,7 +94,7 @@ class LlamaCppBody(EngineRequestBody):
 
     @property
     def num_tokens(self) -> int:
-        """-1: no limit but the context."""
+        """-1: only the context limits."""
         count = self.max_tokens if self.n_predict is None else self.n_predict
         return -1 if count is None else max(-1, count)
 
@@ -128,9 +127,8 @@ class InfillChunk(BodyModel):
 
 class InfillRequest(LlamaCppBody):
     input_prefix: str
-    """The lines before the cursor's line."""
+    """The lines before the cursor's."""
     input_suffix: str
-    """Text after the cursor."""
     input_extra: Annotated[list[InfillChunk], MaxEntries(MAX_EXTRA_CHUNKS)] = Field(default_factory=list)
     prompt: str = ""
-    """The cursor's line up to the cursor."""
+    """The cursor's line, up to the cursor."""

@@ -31,7 +31,7 @@ class UpdateWeightsRequest(RequestBody):
 
 class WeightsGroupRequest(RequestBody):
     master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
-    """Of the sender, rank 0."""
+    """Rank 0, the sender, listens there."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
     world_size: Annotated[int, Field(ge=2, le=65536)] = 2
@@ -47,7 +47,6 @@ class CallRequest(RequestBody):
 
     @property
     def call_kwargs(self) -> dict[str, Any]:
-        """Raises InvalidRequest."""
         kwargs = (self.model_extra or {}).get("kwargs", {})  # cannot be a field's name
         if not isinstance(kwargs, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")

@@ -54,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""They would change the answer, so they are refused except with these neutral values."""
+"""They would change the answer, so only these neutral values are accepted."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -101,9 +101,7 @@ MAX_ADAPTATIONS = 10
 MAX_IGNORED_NAMES = 20
 """Limit for X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
-"""Characters, in X-Ignored-Params."""
 MAX_SESSION_TTL = 86_400.0
-"""Seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """Safe in logs and headers."""
 
@@ -199,7 +197,7 @@ class EngineRequestBody(ModelBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With include_usage: every chunk has the usage so far."""
+    """With include_usage, every chunk has the usage so far."""
 
 
 class KvTransferParams(RequestBody):
@@ -243,7 +241,7 @@ class GenerationBody(SamplingBody):
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
     dry_sequence_breakers: Annotated[list[str], MaxEntries(MAX_SEQUENCE_BREAKERS)] | None = None
-    """Texts that end DRY's repetitions; null: newline, colon, quotation mark and asterisk."""
+    """They end DRY's repetitions; null: newline, colon, quotation mark and asterisk."""
     n: int = 1
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None

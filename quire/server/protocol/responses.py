@@ -19,9 +19,7 @@ MAX_METADATA_ENTRIES = 16
 MAX_IDENTIFIER_LENGTH = 64
 """OpenAI's limit for safety_identifier and prompt_cache_key."""
 MAX_ECHOED_BYTES = 1 << 20
-"""For instructions, tools and text.format, which open answers hold to repeat them. Agents with a hundred tools have 100
-KB.
-"""
+"""Open answers hold instructions, tools and text.format to repeat them. Agents with a hundred tools have 100 KB."""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -169,7 +167,7 @@ class ResponsesRequest(TranslatableBody):
     generate: bool = True
     """False: only compute the prompt into the prefix cache. The response can be continued."""
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
-    """Only repeated in the answer."""
+    """The answer repeats it."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
     prompt: Any = None
@@ -181,7 +179,7 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-        """(namespace or "", tool), without search tools."""
+        """Yields (namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

@@ -64,6 +64,6 @@ class WarmRequest(ModelBody):
     """POST /v1/sessions/{id}/warm. The body is optional."""
 
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
-    """That of the conversation's requests."""
+    """The conversation's requests must have the same."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
     """Seconds from now. Default: the last request's."""

@@ -176,7 +176,7 @@ class CustomToolCall(ExtraFieldsModel):
     custom: CustomInput
 
     def to_function_call(self) -> dict[str, Any]:
-        """As the model wrote it: a function call with the input as its argument."""
+        """Returns what the model wrote: a function call with the input as its argument."""
         arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}

@@ -13,7 +13,7 @@ from quire.server.served_model import ServedModel
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
 """Schemas with objects left open, because it cannot be decided which schemas they merge."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""Tools with calls that follow only part of their schema, because no grammar can enforce all of it."""
+"""Tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 
@@ -72,7 +72,6 @@ class AnswerGrammar:
         return {name: ", ".join(places[:_MAX_HEADER_LOCATIONS]) for name, places in places_by_header.items() if places}
 
     def with_weaker_tools(self, levels: Mapping[str, int]) -> AnswerGrammar:
-        """See RequestTools.with_weaker_schemas."""
         return replace(self, tools=self.tools.with_weaker_schemas(levels))
 
 

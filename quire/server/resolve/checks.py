@@ -36,7 +36,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """Per answer, by field: number of token ids; a grammar's characters / 16."""
+    """Token ids per answer, by field; a grammar's characters / 16."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
@@ -76,7 +76,6 @@ def check_no_surrogates(text: str, param: str) -> None:
 
 
 def check_json_no_surrogates(value: Any, param: str) -> None:
-    """For values that answers repeat."""
     check_no_surrogates(json.dumps(value, ensure_ascii=False), param)
 
 

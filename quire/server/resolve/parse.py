@@ -24,7 +24,6 @@ MAX_LISTED_ERRORS = 10
 _OBJECT_ERRORS = ("dict_type", "model_type", "model_attributes_type")
 """pydantic words these errors in Python terms."""
 _UNREADABLE_CONTENT = ("audio", "video", "file", "document")
-"""Parts of unsupported content types' names."""
 _QUOTED_WORD = re.compile(r"'([^']*)'")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
@@ -104,7 +103,7 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """True if `part` is the object's kind and not its field: another of its fields follows in the path."""
+    """`part` is the object's kind and not its field: another of its fields follows in the path."""
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 

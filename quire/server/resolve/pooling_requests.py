@@ -42,7 +42,7 @@ _CHAT_FIELDS = (
     "truncate_prompt_tokens",
 )
 MAX_VECTOR_NUMBERS = 2**24
-"""Per answer with a vector per token."""
+"""Bounds an answer with a vector per token."""
 
 
 def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
@@ -90,7 +90,7 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
-    """None if tokens have no vectors."""
+    """Returns None if tokens have no vectors."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size
@@ -223,7 +223,6 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """None: the model's default prompt."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name

@@ -38,7 +38,6 @@ CODESTRAL_INFILL_TOKENS = ("[SUFFIX]", "[PREFIX]")
 
 
 def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
-    """Returns at least one."""
     prompt = body.prompt
     if body.transferred_prompt_ids and (
         body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))
@@ -119,7 +118,7 @@ def build_infill_ids(
     param: str = "suffix",
 ) -> list[int]:
     """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens; `extra_ids`:
-    of other files, which come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
+    other files', which come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
     """
     begin = [*tokenizer.encode("", add_special_tokens=add_special_tokens), *extra_ids]
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
@@ -278,7 +277,6 @@ def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: b
 
 
 def max_prompt_tokens(max_tokens: int | None, default: int, model: ServedModel) -> int:
-    """At least 1."""
     return max(1, model.context_length - max(1, default if max_tokens is None else max_tokens))
 
 
@@ -341,8 +339,8 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Reject much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded for
-    10 % too many, which cuts between words cannot explain. Tokenizing the whole finds smaller excesses.
+    """Rejects much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded
+    for 10 % too many, which cuts between words cannot explain. Tokenizing the whole finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return

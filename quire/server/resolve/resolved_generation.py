@@ -34,7 +34,7 @@ class AnswerForm:
     field_names: Mapping[str, str] = field(default_factory=dict)
     """By their names in a chat or completion."""
     allows_receipt: bool = True
-    """False if the generated text is not read."""
+    """False if nobody reads the generated text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Over all pairs; workers tokenize more."""
+"""Sums all pairs; workers tokenize more."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 
@@ -51,7 +51,6 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
 def resolve_rerank(
     body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False
 ) -> VectorRequest:
-    """Jina's API, or Cohere's v2."""
     body = parse_body(body_bytes, RerankRequest)
     documents = body.document_texts
     if not documents:
@@ -156,7 +155,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """For Qwen3-Reranker. Long prompts lose the document's end."""
+    """Qwen3-Reranker's long prompts lose the document's end."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

@@ -33,7 +33,6 @@ CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 @dataclass(frozen=True, slots=True)
 class RequestTools:
     template_tools: list[dict[str, Any]] | None = None
-    """None: the template shows none."""
     tool_format: ToolFormat | None = None
     """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
@@ -50,7 +49,6 @@ class RequestTools:
     """Schema objects with `properties` but no additionalProperties allow no others."""
     schema_fields: Mapping[str, str] = field(default_factory=dict)
     weakening_levels: Mapping[str, int] = field(default_factory=dict)
-    """See `with_weaker_schemas`."""
 
     @property
     def non_strict_tool_names(self) -> list[str]:
@@ -75,7 +73,7 @@ class RequestTools:
 
     @property
     def weakened_schema_fields(self) -> list[str]:
-        """Request fields of schemas that calls may deviate from."""
+        """Calls may deviate from these schemas."""
         return [self._schema_field(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
 
     def with_weaker_schemas(self, levels: Mapping[str, int]) -> RequestTools:

@@ -44,7 +44,7 @@ router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
 counting_router = APIRouter(route_class=RateLimitedRoute)
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""By status; others get response.incomplete."""
+"""Final event by status; others get response.incomplete."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
 
@@ -83,8 +83,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """None if the server ended between journaling the call and storing the response. Raises HTTPException while another
-    request is at that point.
+    """Returns None if the server ended between journaling the call and storing the response. Raises HTTPException while
+    another request is at that point.
     """
     try:
         return Response(

@@ -43,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """Of its files; None: unlimited."""
+    """Lifetime of its files; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -65,7 +65,6 @@ class BatchLine(NamedTuple):
     position: int
     """Processing order in the batch."""
     line_number: int
-    """1-based."""
     byte_offset: int
     length: int
     custom_id: str
@@ -106,7 +105,7 @@ class Batches:
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
-        """Only if the batch is in progress."""
+        """Changes only a batch in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -116,7 +115,6 @@ class Batches:
         transition: Callable[[Batch], Batch],
         in_transaction: Callable[[sqlite3.Connection], None] | None = None,
     ) -> Batch | None:
-        """If the batch ends, its lines become garbage."""
         with self._database.write_transaction(self._files.sizes, self._garbage.sizes) as connection:
             before = _select_batch(connection, owner, id)
             if before is None:
@@ -133,7 +131,7 @@ class Batches:
             return _with_line_counts(connection, batch)
 
     def end(self, owner: str, ended_batch: Batch, files: Sequence[StoredFile]) -> bool:
-        """False, without changes, if it had already ended: two processes may try."""
+        """Returns False, without changes, if it had already ended: two processes may try."""
         was_ended = False
 
         def end_once(now: Batch) -> Batch:
@@ -153,7 +151,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """Newest first; True if more follow. None if `after` is unknown."""
+        """Returns the newest first, and True if more follow; None if `after` is unknown."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:
@@ -209,7 +207,6 @@ class Batches:
         self._update_batch(owner, batch.id, start_progress, insert_line_counts)
 
     def list_unanswered_lines(self, id: str, after: int, limit: int) -> list[BatchLine]:
-        """`after`: a position."""
         query = """select place, number, start, length, custom_id from lines
             where batch = ? and failed is null and place > ? order by place limit ?"""
         with self._database.read_connection() as connection:
@@ -225,7 +222,7 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """At most 16 pairs (line number, result)."""
+        """Returns at most 16 pairs (line number, result)."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()

@@ -25,9 +25,8 @@ class DataDirStatus:
     leads: bool
     """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
-    """By kind."""
     counts: Mapping[str, int]
-    """Of all processes, including ended ones."""
+    """Sums of all processes, including ended ones."""
     refusal: str
     """Why writes fail now; empty if they work."""
 
@@ -76,7 +75,7 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """Add a process that was connected to an earlier owner of the data."""
+        """Adds a process that was connected to an earlier owner of the data."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -92,7 +91,7 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """True if more is due. Only one process sweeps at a time."""
+        """Returns True if more is due. Only one process sweeps at a time."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
@@ -109,7 +108,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """For this process's puts and deletes of objects."""
+    """This process's puts and deletes of objects use it."""
     close: Callable[[], None]
 
 
@@ -121,7 +120,7 @@ def open_data_dir(
     retention_seconds: float = 0,
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
-    """`max_bytes`: separately for stored objects, files and calls. `live_processes` already share the data.
+    """`max_bytes` bounds stored objects, files and calls separately. `live_processes` already share the data.
     `retention_seconds` 0: unlimited. Raises ConfigError.
     """
     database = Database(folder, connect)

@@ -70,7 +70,7 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.left": Processes.list_abandoned_responses,
     "Processes.sweep": Processes.delete_due_data,
 }
-"""By wire name, which must survive renames."""
+"""Keys are wire names, which must survive renames."""
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
 """They contain the method's name."""
@@ -80,7 +80,6 @@ _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()
 class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
     method: str
     arguments: msgspec.Raw
-    """In the order of the parameters."""
 
 
 class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):

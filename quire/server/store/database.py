@@ -18,7 +18,7 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
-"""How long a read or write waits for another."""
+"""A read or write waits this long for another."""
 ROW_OVERHEAD_BYTES = 256
 """Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
@@ -26,7 +26,7 @@ CHECKPOINT_WAL_BYTES = 4 << 20
 _AUTOCHECKPOINT_PAGES = 16_384
 """Commits copy a log of this length if `checkpoint` runs too rarely or readers block it."""
 _CHUNK_ROWS = 500
-"""Read before the connection is released."""
+"""Number of rows read before the connection is released."""
 
 
 SQLiteConnect = Callable[..., sqlite3.Connection]
@@ -43,7 +43,6 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
-        """Empty if the last write succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -110,7 +109,7 @@ class Database:
                 raise
 
     def probe_write_error(self) -> str:
-        """Why writes fail now; empty if they work. Tries again after a failure."""
+        """Returns why writes fail now; "" if they work. Tries again after a failure."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
                 connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written
@@ -162,7 +161,7 @@ def query_page(
     newest_first: bool,
     is_shown: Callable[[Any], bool] = lambda row: True,
 ) -> tuple[list[Any], bool] | None:
-    """At most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
+    """Returns at most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
     `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id.
     `is_shown` filters rows after reading, so that no block searches for long.
     """
@@ -189,7 +188,6 @@ def query_page(
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """(device, inode); None if missing."""
     try:
         status = path.stat()
     except OSError:

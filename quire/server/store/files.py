@@ -52,7 +52,6 @@ class FileContents:
     """Any process may access contents. Those without a row are deleted."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: --data-dir."""
         self.folder = folder / "files"
 
     def content_path(self, id: str) -> Path:
@@ -107,7 +106,7 @@ class Files:
         return self._budget.total_used
 
     def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
-        """Reserve `size` bytes in all, until `add`, `release` or the process's end. If False, an earlier reservation
+        """Reserves `size` bytes in all, until `add`, `release` or the process's end. If False, an earlier reservation
         stays.
         """
         with self._database.read_connection():
@@ -164,7 +163,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
-        """Files, and True if more follow; None if `after` is unknown."""
+        """Returns files, and True if more follow; None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:

@@ -57,7 +57,6 @@ class Garbage:
             self._unpublished_numbers.discard(staging.entry_number)
 
     def purge_rows(self) -> bool:
-        """False if there was nothing."""
         with self._database.read_connection() as connection:
             if self._oldest_entry(connection) is None:
                 return False
@@ -92,7 +91,6 @@ class UnpublishedItems:
         self._items_key = items_key
         self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
-        """0 until the first insert."""
 
     def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
         """Call in the inserting transaction."""
@@ -110,7 +108,7 @@ class UnpublishedItems:
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
-    """The bytes freed, and True if no items are left."""
+    """Returns the bytes freed, and True if no items are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -130,7 +128,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Positions and their total bytes."""
+    """Returns positions and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

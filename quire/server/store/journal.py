@@ -38,14 +38,13 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     """What an answer depends on besides its request."""
 
     id: str
-    """The server's."""
+    """The server's id."""
     name: str
     """The answer's id if the caller chose it."""
     created: int
     """Unix seconds."""
     seed: int | None
     adapter: str = ""
-    """Digest."""
     kernels: str = ""
     """Fingerprint of weights and kernels."""
     background: bool = False
@@ -53,7 +52,7 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     model: str = ""
     """Set if the server has several models; empty in older journals."""
     before: tuple[str, ...] = ()
-    """Fingerprints other than `kernels` that computed the first tokens."""
+    """Other fingerprints that computed the first tokens."""
     given: str = ""
     """Digest of weights and prompts, needed to resume; empty in older journals."""
     cache_diagnosis: CacheDiagnosis | None = None
@@ -103,7 +102,6 @@ class Calls:
         self._sweep_position: tuple[float, str, str] | None = None
         """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
-        """By (owner, id) of the call."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _AttemptClaim] = {}
@@ -147,7 +145,7 @@ class Calls:
             return True
 
     def update_progress(self, updates: Sequence[ProgressUpdate], process: str) -> None:
-        """Many calls take several transactions."""
+        """Uses several transactions for many calls."""
         update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
         try:
             for begin in range(0, len(updates), _UPDATES_PER_TRANSACTION):
@@ -206,7 +204,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """`include_keyed` False: keep the row of a call with an Idempotency-Key."""
+        """Without `include_keyed`, keeps the row of a call with an Idempotency-Key."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
@@ -214,7 +212,7 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
-        """One transaction. False after the last one."""
+        """Runs one transaction. Returns False after the last one."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")
@@ -294,7 +292,6 @@ class _CallEviction:
         delete_call: Callable[[sqlite3.Connection, str, str], None],
         answered_calls: Container[tuple[str, str]],
     ) -> None:
-        """`answered_calls`: (owner, id)."""
         self._sizes = sizes
         self._delete_call = delete_call
         self._answered_calls = answered_calls

@@ -18,7 +18,7 @@ class CallProgress(msgspec.Struct):
 
     ids: list[list[int]] = []
     cached: list[int] = []
-    """Cached prompt tokens, as the caller was told."""
+    """Cached prompt tokens, as reported to the caller."""
 
     ends: list[ChoiceFinish | None] = []
     """None: unfinished. Empty in older journals and with logprobs."""

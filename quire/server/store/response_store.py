@@ -27,7 +27,6 @@ ObjectKind = Literal["response", "conversation"]
 class StoredItem(NamedTuple):
     id: str
     data: bytes
-    """JSON."""
 
 
 class ConversationLimits(NamedTuple):
@@ -43,9 +42,8 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
-    """Looked up without parsing `data`."""
+    """Fields looked up without parsing `data`."""
     data: bytes
-    """JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class Store:
     def append_items(
         self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
     ) -> bool:
-        """False if the conversation is unknown. Raises InvalidRequest above `limits`."""
+        """Returns False if the conversation is unknown. Raises InvalidRequest above `limits`."""
         if (summary := self.get_summary(owner, "conversation", id)) is None:
             return False
         if limits is not None:
@@ -149,7 +147,7 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """The conversation's JSON; None if unknown."""
+        """Returns the conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -162,7 +160,6 @@ class Store:
     def read_item_page(
         self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
     ) -> ItemPage | None:
-        """None if `after` is unknown."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         with self._database.read_connection() as database:
             where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]
@@ -203,12 +200,12 @@ class Store:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """(owner, id), including responses of ended processes."""
+        """Returns (owner, id), including responses of ended processes."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
     def mark_response_failed(self, owner: str, id: str) -> None:
-        """For a response that no process can continue. Its items stay."""
+        """No process can continue the response. Its items stay."""
         with self.write_transaction_with_sizes() as database:
             if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return
@@ -226,7 +223,7 @@ class Store:
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Call in a transaction; many rows are purged later. None if unknown."""
+        """Call in a transaction; many rows are purged later. Returns None if unknown."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -299,7 +296,6 @@ class StoreReader:
         return _select_object_without_items(self._database, owner, kind, id)
 
     def read_items(self, owner: str, id: str) -> list[Any]:
-        """Oldest first."""
         rows = self._database.execute(
             "select data from items where owner = ? and parent = ? order by place",
             (owner, _items_key(self._database, owner, id)),
@@ -309,7 +305,7 @@ class StoreReader:
 
 @contextmanager
 def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Iterator[StoreReader]:
-    """A snapshot, for processes other than the owner."""
+    """Opens a snapshot, for processes other than the owner."""
     path = f"{(folder / DATABASE_FILE).resolve().as_uri()}?mode=ro"
     with closing(
         (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
@@ -319,7 +315,6 @@ def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Ite
 
 
 def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
-    """At least one chunk."""
     chunks: list[Sequence[StoredItem]] = []
     begin = 0
     size = 0
@@ -332,7 +327,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """ "", which no item has, if the object is unknown."""
+    """Returns "", which no item has, if the object is unknown."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

@@ -86,8 +86,8 @@ create table upgrade (at real not null);
 
 
 def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> bool:
-    """True if an earlier version wrote the file. Raises ValueError for files of later versions, sqlite3.Error for other
-    files.
+    """Returns True if an earlier version wrote the file. Raises ValueError for files of later versions, sqlite3.Error
+    for other files.
     """
     database.execute("pragma journal_mode = wal")
     database.execute("pragma synchronous = normal")

@@ -39,8 +39,8 @@ class StorageQuota:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
     def make_room(self, size: int, *, max_steps: int | None = None) -> None:
-        """Evict until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound. `max_steps`:
-        leave the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
+        """Evicts until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound.
+        `max_steps`: leave the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
         """
         freed = 0
         has_more = True
@@ -55,7 +55,7 @@ class StorageQuota:
                     break
 
     def evict_toward_low_water(self) -> bool:
-        """One transaction. True if more can go."""
+        """Runs one transaction. Returns True if more can go."""
         over = self.used_bytes - int(LOW_WATER_RATIO * self._max_bytes)
         if over <= 0:
             self._sweep_eviction = self._new_eviction()
@@ -63,7 +63,7 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
-        """(more can go, bytes freed)."""
+        """Returns (more can go, bytes freed)."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

@@ -18,9 +18,9 @@ from quire.server.store.response_store import Store
 log = logging.getLogger("quire.server")
 SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
-"""Per job and call."""
+"""Bounds the transactions per job and call."""
 _PAUSE_SECONDS = 60.0
-"""Between passes over expired data."""
+"""Time between passes over expired data."""
 
 
 class ResponseRetention:
@@ -39,7 +39,9 @@ class ResponseRetention:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """One transaction. False after the last response. Deletes newest first, so that one pass deletes a chain."""
+        """Runs one transaction. Returns False after the last response. Deletes the newest first, so that one pass
+        deletes a chain.
+        """
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
             return False
@@ -71,8 +73,8 @@ class ResponseRetention:
 def _select_due_responses(
     connection: sqlite3.Connection, created: float, rowid: int
 ) -> list[tuple[float, int, str, str, int, int]]:
-    """Newest first. Two queries: for `(created, rowid) < (?, ?)` SQLite visits all rows with that `created`, such as
-    all that an earlier version stored.
+    """Returns the newest first. For `(created, rowid) < (?, ?)` SQLite would visit all rows with that `created`, such
+    as all that an earlier version stored, so there are two queries.
     """
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
@@ -90,7 +92,7 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 @dataclass(slots=True)
 class _SweepJob:
     run_step: Callable[[], bool]
-    """One transaction. True if more is due."""
+    """Runs one transaction. Returns True if more is due."""
     pause: float = 0.0
     """Seconds between passes."""
     not_before: float = 0.0
@@ -113,7 +115,7 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """Several transactions. True if more is due."""
+        """Runs several transactions. Returns True if more is due."""
         if not self._mutex.acquire(blocking=False):
             return False
         try:

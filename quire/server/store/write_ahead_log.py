@@ -19,24 +19,24 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""In --data-dir; the process's name follows."""
+"""Begins names of files in --data-dir; the process's name follows."""
 HALF_BYTES = 1 << 21
 """One half is written while the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""Of a half's position: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all
-of it. One 64-bit store, so a kill leaves the old or the new value.
+"""A half's position has bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all
+of it. One 64-bit store writes it, so a kill leaves the old or the new value.
 """
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
-"""Length, checksum."""
+"""Length and checksum."""
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
-"""Of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
+"""Earlier versions wrote 0 as length, a checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
 """XORed into the checksum, so that zeros do not pass."""
 _NUMBER_TYPECODE = "I"
-"""Of StepTokensRecord.rows."""
+"""StepTokensRecord.rows has this array typecode."""
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
@@ -52,7 +52,7 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
     number: int
     choice: int
     position: int
-    """Of the first token."""
+    """Position of the first token."""
     token_ids: Sequence[int]
     finish: ChoiceFinish | None
 
@@ -76,7 +76,7 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 
 class WriteAheadLog:
-    """Only for its process's event loop."""
+    """Call all methods from its process's event loop."""
 
     def __init__(self, folder: Path, process: str) -> None:
         """Raises OSError without disk space or boot id."""
@@ -93,13 +93,12 @@ class WriteAheadLog:
         self._half_positions = memoryview(self._memory)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
         self._current_half, self._generation = 0, 1
         self._write_offset, self._half_end = _HEADER_BYTES, _HEADER_BYTES + HALF_BYTES
-        """File offsets."""
         self._is_compacting = False
         self._last_number = 0
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """Return the first choice's number; the others follow."""
+        """Returns the first choice's number; the others follow."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -112,7 +111,7 @@ class WriteAheadLog:
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """In one record: one per token would dominate the cost."""
+        """Writes one record: one per token would dominate the cost."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
@@ -151,13 +150,13 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
-        """Everything before `end` becomes valid."""
+        """Makes everything before `end` valid."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 
 
 def _checksum(record: bytes) -> int:
-    """Not 0 for zeros, which unwritten records consist of."""
+    """Is not 0 for zeros, which unwritten records consist of."""
     return crc32(record, 1)
 
 
@@ -166,8 +165,8 @@ def _read_boot_id() -> bytes:
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """In order, up to the first broken or unknown record. Earlier versions had other half sizes and single-token
-    records. Raises OSError.
+    """Yields tokens in order, up to the first broken or unknown record. Earlier versions had other half sizes and
+    single-token records. Raises OSError.
     """
     content = path.read_bytes()
     if len(content) < _HEADER_BYTES or content[:_BOOT_ID_BYTES] != _read_boot_id():
@@ -195,7 +194,7 @@ _AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
 
 
 def _read_records(content: bytes) -> Iterator[_AnyRecord]:
-    """The older half first. Raises _BrokenRecord."""
+    """Yields the older half first. Raises _BrokenRecord."""
     half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
@@ -233,7 +232,6 @@ def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRe
 class _LoggedCalls:
     def __init__(self) -> None:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
-        """(call, choice) by number."""
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
         """Skips tokens of unknown calls."""

@@ -26,7 +26,7 @@ from quire.server.workers.worker import JobLimits
 
 _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
-"""Of a wrong grammar, checked alone."""
+"""Parts of a wrong grammar to check alone."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
 """For a worker's first grammar, including reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
 
@@ -108,7 +108,6 @@ class GrammarChecker:
         return resolved.unchecked_grammar
 
     async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
-        """Nearest levels at which the schemas of non-strict tools compile alone."""
         levels: dict[str, int] = {}
         for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0

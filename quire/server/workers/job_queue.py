@@ -20,11 +20,8 @@ _BYTES_PER_SECOND = 1e6
 
 @dataclass(eq=False, slots=True)
 class WorkerSlotClaim:
-    """A waiting or running job."""
-
     tenant: Tenant
     size: int
-    """Input bytes."""
     grant_future: Future[None]
     is_slow: bool = False
     """May take seconds, however small it is."""
@@ -55,11 +52,9 @@ class JobQueue:
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
-        """Worker seconds divided by the tenant's weight, for tenants with jobs here."""
+        """Worker seconds divided by the tenant's weight."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
-        """The same, by kind of the tenant's jobs."""
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
-        """By tenant and by kind."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -110,7 +105,7 @@ class JobQueue:
             claim.grant_future.set_result(None)
 
     def _make_sort_key_function(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
-        """By the tenant's time, with running jobs, then the kind's, then arrival."""
+        """Sorts by the tenant's time, with running jobs, then the kind's, then arrival."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:
             tenant, kind = running.tenant_and_class_keys

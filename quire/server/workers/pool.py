@@ -42,7 +42,7 @@ NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
 deadlocks.
 """
 WORKER_MEMORY_BYTES = 256 << 20
-"""For one body."""
+"""A worker may grow by this much for one body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,13 +71,12 @@ class WorkerPool:
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """By tenant, which gets more only while as many are left to others."""
+        """A tenant gets more only while as many are left to others."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
-        """Workers requested by callers that have left; the next callers take them."""
+        """Callers that requested them have left; the next callers take them."""
         self._shutdown_error: Exception | None = None
-        """For jobs whose workers die with the server."""
         self._start_task: asyncio.Task[None] | None = None
         """Starts the process that forks, even if its caller stops waiting."""
         self._fork_server: Child | None = None
@@ -89,7 +88,6 @@ class WorkerPool:
 
     @property
     def num_jobs(self) -> int:
-        """Waiting and running."""
         return len(self._queue) + len(self._busy_workers)
 
     @property
@@ -105,7 +103,7 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """Run `work` on a body's joined pieces in a worker; cancelling kills the worker. `is_slow`: see
+        """Runs `work` on a body's joined pieces in a worker; cancelling kills the worker. `is_slow`: see
         WorkerSlotClaim. `extra_bytes`: size of the function's own arguments. Raises the errors of `work`, Overloaded if
         too many jobs wait or the worker stands still, and InvalidRequest beyond a worker's time or memory.
         """
@@ -127,7 +125,7 @@ class WorkerPool:
         is_slow: bool,
         extra_bytes: int = 0,
     ) -> Result:
-        """Like `run_job`, but raises `limit_error` if a limit ends the job."""
+        """Raises `limit_error` if a limit ends the job, otherwise as `run_job` does."""
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
@@ -156,7 +154,7 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Start the process that forks, unless it runs or is starting. Awaiting the task raises OSError."""
+        """Starts the process that forks, unless it runs or is starting. Awaiting the task raises OSError."""
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -203,7 +201,7 @@ class WorkerPool:
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """End all jobs, also later ones, with `error`."""
+        """Ends all jobs, also later ones, with `error`."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):

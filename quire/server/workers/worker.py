@@ -34,7 +34,7 @@ from quire.server.served_model import ServedModel, ServedModelSpec
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
-"""Below the server and its engine: running streams come before new requests."""
+"""Running streams come before new requests, so workers yield to the server and its engine."""
 _MAX_GROWTH_BYTES = 48 << 20
 """A worker that has grown by more ends after its answer."""
 
@@ -46,7 +46,7 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 class JobLimits(msgspec.Struct, frozen=True):
     cpu_seconds: float
     memory_bytes: int
-    """Of the worker's growth."""
+    """Bounds the worker's growth."""
 
 
 class WorkerJob(msgspec.Struct, frozen=True):
@@ -54,7 +54,6 @@ class WorkerJob(msgspec.Struct, frozen=True):
 
     limits: JobLimits
     adapters: Sequence[str]
-    """Current ServedModel.adapters."""
 
 
 class JobResult(msgspec.Struct, frozen=True):
@@ -120,7 +119,6 @@ def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str
 
 
 def _read_frame(pipe: BinaryIO) -> bytes:
-    """Raises EOFError if the server is gone."""
     if (content := read_frame(pipe)) is None:
         raise EOFError
     return content

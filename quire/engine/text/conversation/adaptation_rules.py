@@ -28,7 +28,8 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""Inserted between two messages that a template refuses in succession and that cannot be merged. Tried in this order.
+"""Inserted, in this order of preference, between two messages that a template refuses in succession and that cannot be
+merged.
 """
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",
@@ -48,17 +49,16 @@ FIX_LABELS: dict[Fix, str] = {
     "omitted": "empty message left out",
 }
 _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
-"""Other fixes cost 1. Cheap rules come first."""
+"""Other fixes cost 1."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
-"""Number of rules tried before calls become text."""
 
 
 class AdaptationRule(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     join: JoinMode = ""
     filler_index: int = 0
-    """Index into FILLER_TEXTS."""
+    """In FILLER_TEXTS."""
 
     def label(self, role: str) -> str:
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
@@ -71,7 +71,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """Yield rules in the order to try. `text_results`: calls are text, so results must be too."""
+    """In the order to try. `text_results`: calls are text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

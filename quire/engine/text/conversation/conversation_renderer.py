@@ -13,7 +13,7 @@ from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 MAX_RENDERINGS = 6
 """Each one bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""In longer conversations, the last unit gets the blame for a refusal."""
+"""In longer conversations, a refusal is blamed on the last unit."""
 ADAPTATION_OFF_MESSAGE = (
     "the chat template does not accept this conversation unchanged, and the server runs with --adapt-conversations off"
 )

@@ -1,4 +1,4 @@
-"""A unit is one message, or an assistant's calls with the results that directly follow."""
+"""A unit is one message, or an assistant's calls with the results directly after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = dict[str, Any]
 RESULT_ROLES = ("tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 MAX_COUNTED_CALLS = 3
-"""More calls in a message count as three."""
+"""Further calls of a message do not count."""
 
 ContentKind = Literal["empty", "text", "parts"]
 """parts: with images."""
@@ -95,7 +95,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Return call indices of results. Results without id answer the first open call, by name if given."""
+    """Returns call indices of results. Results without id answer the first open call, by name if given."""
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))
@@ -116,7 +116,7 @@ def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
 
 
 def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
-    """`text_arguments`: the template takes arguments as JSON strings."""
+    """`text_arguments`: the template takes JSON strings."""
     message = unit.messages[0]
     role = message.get("role", "")
     content = content_kind(message)
@@ -163,7 +163,6 @@ def content_kind(message: Message) -> ContentKind:
 
 
 def arguments_kind(arguments: object, text_arguments: bool = False) -> ArgumentsKind:
-    """`text_arguments`: objects are JSON strings."""
     if text_arguments and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

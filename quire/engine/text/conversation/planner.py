@@ -1,6 +1,5 @@
-"""Renders made-up texts to find a rule by which a chat template accepts each unit.
-
-A rule depends only on what precedes the unit: a growing conversation keeps its prompts' prefix.
+"""Renders made-up texts to find rules by which a chat template accepts each unit. A rule depends only on what precedes
+the unit, so a growing conversation keeps its prompts' prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ RenderProbe = Callable[[list[Message], bool, bool], str | None]
 """(messages, tools, generation prompt) to text; None: refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""Keyed by unit index: rules or fixes that failed with the conversation's own texts."""
+"""Rules or fixes that failed with the conversation's own texts, by unit index."""
 
 MAX_CACHED_STATES = 2000
 """Above this, the cache is cleared."""
@@ -31,13 +30,12 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Continuations after a role. Rules that allow one are preferred."""
+"""Rules that allow one of these continuations are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
     index: int
-    """Index of the unit's first message in the caller's list."""
     label: str
 
 
@@ -48,7 +46,6 @@ class ConversationPlan:
     rules: list[AdaptationRule]
     adaptations: list[Adaptation]
     first_unsure_unit: int | None = None
-    """First unit without a known rule."""
     moved_texts: list[str] = field(default_factory=list)
 
 
@@ -137,8 +134,7 @@ class ConversationPlanner:
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """Return the first rule that the template accepts with a usual continuation, or else the first that it accepts.
-
+        """Returns the first rule that the template accepts with a usual continuation, or else the first it accepts.
         False: it accepts none, and the unit stays as sent.
         """
         fallback: AdaptationRule | None = None
@@ -237,7 +233,6 @@ class ConversationPlanner:
         return True
 
     def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the last rule does not fit."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
         for place, (shape, rule) in enumerate(steps):

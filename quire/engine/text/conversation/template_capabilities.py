@@ -21,9 +21,8 @@ _CALL_MARKS = ("qcalledq", "qidqidqid", "qvalueq")
 @dataclass(frozen=True, slots=True)
 class TemplateInputFormat:
     content_parts: bool = False
-    """Content is a list of parts: some multimodal templates omit strings."""
+    """Some multimodal templates omit content that is a string."""
     empty_tool_list: bool = False
-    """`tools` is an empty list if there are none."""
     functions_variable: bool = False
     """For FireFunction's template."""
 
@@ -49,9 +48,7 @@ class TemplateCapabilities:
     text_arguments: bool
     """Takes arguments of calls as JSON strings."""
     undescribed_tools: bool
-    """Accepts tools without description."""
     undescribed_parameters: bool
-    """Accepts parameters without description."""
 
 
 def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:
@@ -66,7 +63,7 @@ def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], s
 def detect_capabilities(
     render: Callable[[list[Message], Tools], str | None], *, tool_template: bool
 ) -> TemplateCapabilities:
-    """`tool_template`: the model has a separate template for tools."""
+    """`tool_template`: the model has a separate one for tools."""
 
     def renders_any(messages: list[Message], tools: Tools, *marks: str) -> bool:
         text = render(messages, tools) or ""

@@ -10,7 +10,7 @@ from markupsafe import escape
 from quire.engine.text.conversation.message_units import Message, message_calls, tool_call_function
 
 _REASONING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
-"""In an assistant's content, templates drop the text before the last of these."""
+"""Templates drop an assistant's text before the last of these."""
 _WORD = re.compile(r"[A-Za-z0-9]+")
 _MAX_SEARCHED_CHARACTERS = 200
 

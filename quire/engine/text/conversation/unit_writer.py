@@ -28,9 +28,9 @@ _RESULT_END = "</tool_response>"
 class WrittenUnit(NamedTuple):
     messages: list[Message]
     num_replaced: int
-    """Number of earlier messages that `messages` replace; 1 after merging."""
+    """Earlier messages that `messages` replace; 1 after merging."""
     moved_texts: list[str]
-    """Texts moved to another role's message, and calls that became text."""
+    """Moved to another role's message, and calls that became text."""
 
 
 class UnitWriter(NamedTuple):
@@ -103,7 +103,7 @@ def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dic
 
 
 def _make_short_id(text: str, index: int) -> str:
-    """Nine letters and digits, hashed from the text and message index."""
+    """Nine letters and digits."""
     number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
     digits = []
     for _ in range(_ID_LENGTH):

@@ -31,12 +31,12 @@ def prepare_default_breakers(tokenizer: Tokenizer) -> None:
 
 
 def needs_vocabulary_search(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> bool:
-    """Such a search would block an event loop for too long."""
+    """Too long for an event loop."""
     return tokenizer not in _default_ids if breakers is None else bool(breakers)
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """`breakers`: None for the default. Raises InvalidRequest."""
+    """`breakers` None: the default. Raises InvalidRequest."""
     if breakers is None and (prepared := _default_ids.get(tokenizer)) is not None:
         return prepared
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
@@ -68,9 +68,7 @@ def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tup
 
 
 def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Yield each token that contains the text, and each token that ends with a prefix of it, followed by the rest's
-    tokens.
-    """
+    """Each token that contains the text, and each that ends with a prefix of it, followed by the rest's tokens."""
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
     yield from ((token,) for token in _find_tokens(encoded, vocabulary))
     rests = {len(text[:index].encode()): _encode_within_text(text[index:], tokenizer) for index in range(1, len(text))}
@@ -83,8 +81,8 @@ def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int
 
 
 def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens of a text that follows other text: many tokenizers put a space before a first token. Empty if the text
-    always merges with its predecessor.
+    """Tokens of a text that follows other text: many tokenizers put a space before a first token. Empty if it always
+    merges with its predecessor.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)
@@ -96,7 +94,7 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
-    """Bytes of all tokens, each followed by _SEPARATOR, and each token's position."""
+    """Bytes of all tokens, each followed by _SEPARATOR, and their positions."""
     tokens = tokenizer.list_token_bytes()
     starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
     return _SEPARATOR.join([*tokens, b""]), starts

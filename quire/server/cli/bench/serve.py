@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Any chunk of /completions counts, even with empty text; one that only opens a chat answer does not."""
+        """Any chunk of /completions counts; one that only opens a chat answer does not."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -85,8 +85,6 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """The decoder skips all other fields."""
-
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: Any = None
@@ -101,7 +99,7 @@ BenchJob = tuple[str, bytes]
 class ReceivedStream:
     sent_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
-    """Seconds since `sent_at`, for chunks with tokens."""
+    """Seconds since `sent_at`, of chunks with tokens."""
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
@@ -187,7 +185,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """Chats take no ids: send words that are single tokens in most vocabularies."""
+    """Chats take no ids: sends words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {
@@ -200,7 +198,7 @@ class Measurement:
     results: list[BenchAnswer | BenchFailure]
     seconds: float
     client_seconds: float
-    """This process's CPU time, which a server on the same cores lacked."""
+    """This process's CPU time, lost to a server on the same cores."""
 
 
 async def measure_server(

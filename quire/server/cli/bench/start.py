@@ -98,7 +98,6 @@ def measure_time_to_first_token(command: Sequence[str], model: str | None, timeo
 
 @contextmanager
 def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process group ends with the block."""
     try:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:

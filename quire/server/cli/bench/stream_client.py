@@ -1,5 +1,5 @@
-"""A cheap HTTP/1.1 client for server-sent events, because it usually shares the server's processor. The transport's
-callback reads chunks, and the request's task wakes once, at the end.
+"""A cheap HTTP/1.1 client for server-sent events: it usually shares the server's processor. The transport's callback
+reads chunks, and the request's task wakes once, at the end.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ class StreamError(Exception):
 
 
 class StreamClient:
-    """`keep_alive`: reuse connections."""
-
     def __init__(
         self,
         base: str,
@@ -52,7 +50,7 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Post to /v1/`path`, and call `on_event` for each event until [DONE], in the transport's callback. A
+        """Posts to /v1/`path`, and calls `on_event` for each event until [DONE], in the transport's callback. A
         ValueError from it ends the stream. Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
@@ -154,7 +152,7 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
-        """`missing`: message if the stream is incomplete or failed."""
+        """`missing`: message for an incomplete stream."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

@@ -47,7 +47,7 @@ def check_shared_prefix_length(parser: argparse.ArgumentParser, args: argparse.N
 
 
 def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
-    """`length`, or random lengths around it by --random-range-ratio."""
+    """`length`, or random ones around it by --random-range-ratio."""
     ratio = getattr(args, "random_range_ratio", 0.0)
     if not ratio:
         return [length] * count

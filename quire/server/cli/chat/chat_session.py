@@ -52,7 +52,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Return the removed user message's text. Its images become pending again."""
+        """Returns the user message's text. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -73,7 +73,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Take a saved conversation or a list of messages, and keep the model. Raises ConfigError."""
+        """Takes a saved conversation or a list of messages; keeps the model. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:
@@ -143,7 +143,7 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
-    """True if the file has content other than a JSON object with these names."""
+    """True for content other than a JSON object with these names."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

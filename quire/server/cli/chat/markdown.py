@@ -17,7 +17,7 @@ _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Return the blocks that further text cannot change, and the rest."""
+    """Blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -31,7 +31,7 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield (line, fence open before it, fence open after it)."""
+    """(line, fence open before it, after it)."""
     fence = ""
     for line in lines:
         before, mark = fence, FENCE.match(line)
@@ -85,7 +85,7 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """Cuts a redrawn block to the screen's height, but keeps an opening fence."""
+    """Cuts a block to the screen's height, but keeps an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

@@ -103,7 +103,7 @@ def _open_history() -> History:
 
 @contextmanager
 def hide_typed_keys() -> Iterator[None]:
-    """Typed text appears at the next prompt."""
+    """They appear at the next prompt."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = termios.tcgetattr(descriptor)

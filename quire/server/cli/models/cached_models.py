@@ -24,9 +24,7 @@ _MEMORY_SHARE = 0.9
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """Smallest first: it is loaded at the start, and answers requests that name no model. Raises ConfigError if none
-    can be served.
-    """
+    """Smallest first: it is loaded at the start and is the default. Raises ConfigError if none can be served."""
     cache = scan_hub_cache()
     downloads = (
         [] if cache is None else [each for each in iterate_downloads(cache) if each.has_weights and each.ref == "main"]
@@ -50,7 +48,6 @@ def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
 
 
 def _is_generative(model: DownloadedModel) -> bool:
-    """Guessed from the name."""
     name = model.name.lower()
     return not any(part in name for part in ("embed", "rerank", "bge", "gte", "e5-", "minilm", "clip"))
 

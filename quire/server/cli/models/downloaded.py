@@ -64,7 +64,6 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """None: no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -74,7 +73,6 @@ def scan_hub_cache() -> HFCacheInfo | None:
 
 
 def iterate_downloads(cache: HFCacheInfo) -> Iterator[DownloadedModel]:
-    """In no order, one per revision."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:

@@ -25,7 +25,7 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Context that must fit, and whose memory is shown."""
+"""Must fit; memory is shown for it."""
 _SPEED_CONTEXT_TOKENS = 1024
 """As in `quire plan`."""
 _LAPTOP_FLOPS = 1e12

@@ -30,8 +30,8 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Measures if the cache is empty or a day old. Keeps the better figures, because other programs only lower them.
-    None: no kernels for this processor.
+    """Measures if the cache is empty or a day old. Keeps the better figures: other programs only lower them. None: no
+    kernels for this processor.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
@@ -47,7 +47,7 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """Returns the machine unchanged if rates cannot be measured."""
+    """Unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine

@@ -46,21 +46,20 @@ class Estimate:
     kv_token_bytes: int
     block_size: int
     block_bytes: int
-    """All layers, including what their groups leave unused."""
+    """Of all layers, with what their groups leave unused."""
     block_needs: KVBlockNeeds
     """Per context, by group of layers."""
     layer_block_bytes: int
     """One layer, undivided."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
-    """As kept in memory."""
     step_bytes: int = 0
-    """The largest step on a GPU, with graphs."""
+    """Of the largest step on a GPU, with graphs."""
     num_blocks: int = 0
     """What a server started with `flags` allocates."""
     context: int = 0
     concurrency: int = 0
-    """Full contexts at once, at most --max-num-seqs."""
+    """Full contexts, at most --max-num-seqs."""
     kv_cache_dtype: str = "auto"
     """"auto": `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()

@@ -42,7 +42,7 @@ _DEFAULTS = EngineConfig()
 def estimate_model(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None = None
 ) -> Estimate:
-    """`stored`: size from the checkpoint's headers."""
+    """`stored`: from the checkpoint's headers."""
     return EstimateBuilder(sizes, machine, request, stored).build()
 
 
@@ -77,7 +77,7 @@ class _KVBytesPerToken:
 class _BlockPlan:
     size: int
     num_bytes: int
-    """All layers, including what their groups leave unused."""
+    """Of all layers, with what their groups leave unused."""
     needs: KVBlockNeeds
 
 
@@ -88,8 +88,6 @@ class _StatePlan:
 
 
 class EstimateBuilder:
-    """Counts memory per device, then fits contexts in the rest."""
-
     def __init__(
         self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
     ) -> None:
@@ -175,7 +173,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """At the maximum rank on all linears; on CPUs including cached adapters."""
+        """At the maximum rank on all linears; on CPUs with cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:
@@ -268,8 +266,8 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """A rough figure, which the engine measures: 20 hidden states per token of `width` bytes per number, and copies of
-    the logits.
+    """Rough; the engine measures it: 20 hidden states per token of `width` bytes per number, and copies of the
+    logits.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 

@@ -32,7 +32,7 @@ class ExpertsPlan:
     memory_bytes: int = 0
     """Part of disk_bytes also kept in memory."""
     token_read_bytes: int = 0
-    """Without what is kept in memory."""
+    """Without what memory keeps."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -50,7 +50,7 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Excess of the device with the most experts over an even division."""
+    """Of the device with the most experts, over an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 

@@ -17,7 +17,7 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
-"""An image's marks, and breaks between its rows."""
+"""Marks of images and of breaks between rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
@@ -36,10 +36,10 @@ class ImagesPlan:
     tiles: int
     """Inputs of the vision tower."""
     tokens: int
-    """Including those around and between features."""
+    """With those around and between features."""
     feature_bytes: int
     pixel_bytes: int
-    """Kept by server and engine during a request."""
+    """While a request is open."""
     tower_bytes: int
     """0: not loaded."""
 

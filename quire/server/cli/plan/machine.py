@@ -21,18 +21,17 @@ _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
 """Tokens per rank if ranks divide tokens."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
-"""Tokens: most attention backends, and most that use flash-attn."""
+"""Tokens, for most attention backends and for most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
     "flash3": FLASH_BLOCK_SIZE,
     "flash4": 128,
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
-"""By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
 """flash-attn's limit. It also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Processes without weights and KV cache, measured on Linux."""
+"""Without weights and KV cache; measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Machine:
 
     name: str
     memory: int
-    """All of a GPU's bytes, or a CPU machine's free ones."""
+    """A CPU machine's free bytes, or all of a GPU's."""
     gpu: bool
     bandwidth: float | None = None
     """Bytes per second; None: unknown."""
@@ -81,7 +80,7 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Tokens per KV block, by attention backend. "auto": flash-attn if possible, if everything is installed.
+        """In tokens, by attention backend. "auto": flash-attn if possible, assuming that everything is installed.
         `is_8_bit`: flash-attn's larger blocks do not hold it. `block_size`: used if the backend has it.
         """
         if divides_tokens:
@@ -99,7 +98,7 @@ class Machine:
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Per device, by the engine's own rule. `step_bytes`: the largest step on a GPU."""
+        """Per device, by the engine's rule. `step_bytes`: the largest step on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -123,7 +122,7 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """`name`: from the table or the driver, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
+    """`name`: the table's or the driver's, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -156,8 +155,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A replica has a GPU per rank or stage. A CPU machine is divided evenly among processes, which share its memory
-    and cores. Raises ConfigError for unsupported combinations, uneven divisions, and more GPUs than there are.
+    """A replica has a GPU per rank or stage. Processes share a CPU machine evenly. Raises ConfigError for unsupported
+    combinations, uneven divisions, and more GPUs than there are.
     """
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"
@@ -180,7 +179,6 @@ def divide_machine_by_parallelism(
 
 
 def generic_gpu_with_memory(gib: float) -> Machine:
-    """Its speed is unknown."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 

@@ -199,7 +199,6 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
-    """Bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -342,7 +341,7 @@ def unserved_reasons(estimate: Estimate) -> list[str]:
 
 
 def _serve_command(name: str, flags: Sequence[str]) -> str:
-    """`quire serve` takes directories; a plan also takes a config.json."""
+    """`quire serve` takes directories, a plan also a config.json."""
     model = str(Path(name).parent) if name.endswith(".json") else name
     return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
 

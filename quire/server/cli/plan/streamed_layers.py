@@ -1,4 +1,4 @@
-"""A dense model's layers streamed from a CPU's disk (--weights-on-disk), or a GPU's host memory (--cpu-offload-gb)."""
+"""A dense model's layers streamed from a CPU's disk (--weights-on-disk) or a GPU's host memory (--cpu-offload-gb)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class _SampleLine(msgspec.Struct):
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """The beginning of each line of a .jsonl file, or all of another text. Raises ConfigError."""
+    """Each line's beginning in a .jsonl file, or all of another text. Raises ConfigError."""
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:

@@ -52,7 +52,7 @@ MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Return 0 if all receipts gave the same tokens; 1 also if nothing was compared."""
+    """0 if all receipts gave the same tokens; 1 also if nothing was compared."""
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
         "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
@@ -160,7 +160,7 @@ def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
-    """Reads JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
+    """Of JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
             first = lines.readline()
@@ -177,7 +177,6 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
-    """Raises ConfigError."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:

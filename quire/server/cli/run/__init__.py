@@ -43,7 +43,6 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Of a failure's message in the report."""
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
 """After 429 or 503."""
@@ -61,7 +60,6 @@ class RequestTally:
     num_refused: int = 0
     """Failures that would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
-    """Requests by parameter without effect."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
@@ -90,7 +88,7 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
 def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Return answered and permanently refused custom_ids.
+    """Answered and permanently refused custom_ids.
     Removes an incomplete last line and failures of `requested` ids, permanent ones only with `retry_refused`. Raises
     ConfigError, and changes nothing, if the file is not an output of this command.
     """
@@ -305,7 +303,7 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Raises ConfigError at the start if the output is not writable, or has results without --resume."""
+    """Raises ConfigError early if the output is not writable, or has results without --resume."""
     output: Path = args.output
     if str(output) == "-":
         return set(), set()

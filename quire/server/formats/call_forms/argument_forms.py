@@ -20,7 +20,6 @@ from quire.server.formats.tools.tool_parser import Schema, Tool
 
 class ArgumentsForm(ABC):
     sort: bool
-    """The template sorts keys."""
     before_key: str
 
     @property
@@ -32,7 +31,7 @@ class ArgumentsForm(ABC):
         return ()
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
-        """True if arguments may begin here."""
+        """Returns True if arguments may begin here."""
         return True
         yield
 
@@ -54,7 +53,7 @@ class JsonArguments(ArgumentsForm):
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
-    """The object is in a JSON string."""
+    """A JSON string contains the object."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):
@@ -161,7 +160,6 @@ class LiteralArguments(ArgumentsForm):
 
 
 def schema_with_sorted_properties(schema: Any) -> Any:
-    """Nested schemas too."""
     if isinstance(schema, Mapping):
         ordered = {name: schema_with_sorted_properties(value) for name, value in schema.items()}
         if isinstance(ordered.get("properties"), dict):
@@ -186,7 +184,7 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
-    """Stream the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
+    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

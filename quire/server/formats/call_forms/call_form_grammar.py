@@ -50,7 +50,7 @@ class CallFormGrammarWriter:
         return "\n".join(lines) + "\n" + rules.render_rules()
 
     def _required_start_rule(self, space: str) -> str:
-        """Optional empty content, then optional whitespace."""
+        """Allows empty content, then whitespace."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
         return " ".join(
@@ -58,7 +58,7 @@ class CallFormGrammarWriter:
         )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
-        """With rules that it needs. The answer may be text; calls follow `opening`."""
+        """The answer may be text; calls follow `opening`. Adds the rules that it needs."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt
@@ -111,6 +111,6 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """The first three atoms, with any whitespace: then the answer is calls, not text."""
+        """An answer that starts with the first three atoms, with any whitespace, is calls and not text."""
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

@@ -130,7 +130,6 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """None if the literal after the slot is missing."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:
@@ -145,7 +144,6 @@ class CallFormReader:
         return read[0].strip()
 
     def _skip_literal(self, literal: str) -> ParserSteps[None]:
-        """Skip as much of the literal as is there."""
         source = self._source
         for piece in SLOT_PATTERN.split(literal):
             if piece in (ID_SLOT, INDEX_SLOT):

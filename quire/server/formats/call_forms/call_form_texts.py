@@ -9,7 +9,7 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""Markers that are hardly ordinary text: a tag, its start, or capitals and a bracket."""
+"""Matches what is hardly ordinary text: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
 """Such as `<function=` or `<invoke name="`."""
@@ -21,16 +21,16 @@ class CallFormTexts:
 
     begin: str
     head: str
-    """From a call's start to its arguments."""
+    """Text from a call's start to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """From the arguments to the call's end."""
+    """Text from the arguments to the call's end."""
     between: str
     end: str
     allows_many: bool = True
     """False: the template shows one call per turn."""
     prompt_head: str = ""
-    """Part of the first head that ends the prompt."""
+    """The first head's part that ends the prompt."""
     turn_end: str = ""
     """The model may write it or stop before it."""
     json_keys: JsonCallKeys | None = None
@@ -45,7 +45,7 @@ class CallFormTexts:
     unwrapped_heads: tuple[str, ...] = ()
     """Heads without the surrounding tag, which models forget. Read only before a tool's name."""
     other_heads: tuple[str, ...] = ()
-    """Read, but not allowed by grammars."""
+    """Parsers read these heads; grammars do not allow them."""
 
     @cached_property
     def opening(self) -> str:
@@ -68,13 +68,13 @@ class CallFormTexts:
 
     @cached_property
     def has_distinct_marker(self) -> bool:
-        """False: ordinary text could match, so names must be tools'."""
+        """If False, ordinary text could match, so names must be tools'."""
         marker = marker_prefix(self.opening_after_prompt)
         return DISTINCT_MARK.search(marker) is not None or (self.json_keys is not None and num_letters(marker) > 4)
 
 
 def marker_prefix(literal: str) -> str:
-    """The leading tag with the word after it, or the text up to the first whitespace or slot."""
+    """Returns the leading tag with the word after it, or the text up to the first whitespace or slot."""
     joined = SLOT_PATTERN.split(literal)[0].strip()
     if (group := re.match(TAG_START, joined)) is not None:
         return group[0]

@@ -15,7 +15,7 @@ from quire.server.formats.tools.lark_calls import ordered_optional_items_express
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
 JSON_STRING_QUOTE = '\\"'
-"""Quote of JSON inside a JSON string."""
+"""Delimits JSON strings inside a JSON string."""
 MAX_DEPTH = 12
 NUMBER_REGEX = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
@@ -34,11 +34,10 @@ class LiteralSpelling:
 class LarkRules:
     encode_literal: LiteralEncoder
     names_by_body: dict[str, str] = field(default_factory=dict)
-    """By `head: body`."""
 
     def split_literal(self, literal: str) -> list[str]:
-        """Split into special tokens, texts, and each text's leading whitespace. llguidance takes the longest matching
-        word and does not backtrack, so no word may be a prefix of another at the same place.
+        """Splits at special tokens, and splits off each text's leading whitespace. llguidance takes the longest
+        matching word and does not backtrack, so no word may be a prefix of another at the same place.
         """
         expressions = []
         for piece in self.literal_parts(literal):
@@ -51,14 +50,14 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """Return the rule's name; equal rules share one. `head`: options such as `[suffix="…"]`."""
+        """Returns the rule's name; equal rules share one. `head`: options such as `[suffix="…"]`."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Match any text, or a match of `pattern`, up to `end`. As in the parsers, the first tag of `end` ends the
+        """Matches any text, or a match of `pattern`, up to `end`. As in the parsers, the first tag of `end` ends the
         text, whatever the whitespace.
         """
         if pattern is not None:
@@ -172,7 +171,7 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """A recursive rule, or JSON's if the template writes lists and objects as JSON."""
+        """Uses a recursive rule, or JSON's if the template writes lists and objects as JSON."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)

@@ -30,7 +30,6 @@ class LiteralSyntax:
     """Must follow a raw string, which may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
-        """Raises UnreadableLiteral."""
         first = yield from source.peek_non_space_character()
         if depth > MAX_DEPTH or not first:
             raise UnreadableLiteral
@@ -117,7 +116,7 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
-    """A number, a constant, or a bare word, which becomes a string."""
+    """A bare word becomes a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)
@@ -143,7 +142,6 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 
 def unescape_literal(text: str) -> str:
-    """Replaces the escapes of Python and JSON."""
     text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 

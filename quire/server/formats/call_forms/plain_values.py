@@ -19,7 +19,6 @@ def is_string_only(variants: list[TypeVariant]) -> bool:
 
 
 def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> bool:
-    """True if the whole value may not be a string."""
     kinds = {variant.numeric_merged_type for variant in variants}
     if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True

@@ -7,12 +7,12 @@ from typing import Any
 from quire.server.formats.lark_to_regex import escape_regex
 
 REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+|.", re.DOTALL)
-"""An escape, class, bracket or bar, or the text between them."""
+"""Matches an escape, class, bracket or bar, or the text between them."""
 LARK_SPECIAL = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def schema_pattern(schema: Any) -> str | None:
-    """Anchored to the whole string."""
+    """The pattern is anchored to the whole string."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return full_match_pattern(pattern) if isinstance(pattern, str) else None
 
@@ -32,7 +32,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Match a text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
+    """Matches a text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body
@@ -49,5 +49,4 @@ def _anchor_alternative(alternative: str) -> str:
 
 
 def _escape_for_lark(expression: str) -> str:
-    """For an expression between slashes."""
     return LARK_SPECIAL.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), expression)

@@ -33,9 +33,8 @@ class TaggedArguments(ArgumentsForm):
 
     before_key: str
     infixes: Mapping[str, str]
-    """Between key and value, by the value's JSON type."""
+    """Texts between key and value, by the value's JSON type."""
     end: str
-    """May contain KEY_SLOT."""
     separator: str
     spelling: LiteralSpelling
     sort: bool = False
@@ -44,7 +43,9 @@ class TaggedArguments(ArgumentsForm):
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Name of list elements if lists and objects are written as elements, whose names follow `element_prefix`."""
+    """Name of list elements if lists and objects are written as elements; the elements' names follow
+    `element_prefix`.
+    """
 
     @property
     def example(self) -> str:

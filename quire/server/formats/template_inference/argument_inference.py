@@ -51,9 +51,8 @@ class ArgumentsRegion:
 class EntryLayout:
     before_key: str
     infixes: dict[str, str]
-    """Between key and value, by the value's type."""
+    """Texts between key and value, by the value's type."""
     ends: dict[str, str]
-    """After a value, by its type."""
     separator: str
     spelling: LiteralSpelling
     sort: bool
@@ -71,7 +70,6 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
 
 
 def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> ArgumentsForm:
-    """Raises TemplateInferenceError."""
     full = region.extract_arguments_text(
         prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     )
@@ -107,7 +105,7 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
 
 
 def _texts_around_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
-    """Texts before the first key, between key and value, after the first value, and after the second."""
+    """Returns the texts before the first key, between key and value, after the first value, and after the second."""
     places = [full.index(one) for one in (key, value, key2, value2)]
     if places != sorted(places):
         raise TemplateInferenceError("its arguments are in no order that is known here")
@@ -165,7 +163,6 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
-    """None if values do not end by themselves."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None

@@ -74,7 +74,7 @@ def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
 
 
 def _insert_tail_index(last: str, middle: str) -> str:
-    """The last call's end; INDEX_SLOT replaces a number that differs in `middle`."""
+    """Returns the last call's end. INDEX_SLOT replaces a number that differs in `middle`."""
     left, right = split_into_atoms(middle), split_into_atoms(last)
     for place, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other and one.isdigit() and other.isdigit():
@@ -83,7 +83,7 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
-    """The calls' end and the turn's end, which usually also ends turns without calls."""
+    """Returns the calls' end and the turn's end, which usually also ends turns without calls."""
     shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)

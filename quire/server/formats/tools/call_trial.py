@@ -15,10 +15,10 @@ class CallTrial:
         self.has_failed = False
         """The text is not calls of these tools."""
         self.num_read = 0
-        """Characters before the failed or next piece."""
+        """Number of characters before the failed or next piece."""
 
     def parse_calls_up_to(self, text: str, count: int) -> int:
-        """Read at most `count` characters of the unread `text`; return how many."""
+        """Reads at most `count` characters of the unread `text`; returns how many."""
         begin = self.num_read
         while not self.has_failed and (piece := PIECE.match(text, self.num_read - begin, count)) is not None:
             self._try_piece(piece[0])

@@ -34,7 +34,7 @@ class JsonCallKeys:
 
     @cached_property
     def head_pattern(self) -> re.Pattern[str]:
-        """A call up to its arguments, in the usual key order: only then can arguments be streamed."""
+        """Matches a call up to its arguments, in the usual key order: only then can arguments be streamed."""
         more = "|".join(map(re.escape, self.other_keys)) or "type"
         skipped = rf'(?:"(?:{more})"\s*:\s*(?:"(?:[^"\\]|\\.)*"|\d+)\s*,\s*)*'
         inner = rf'"{re.escape(self.inner_key)}"\s*:\s*\{{\s*' if self.inner_key else ""
@@ -46,7 +46,7 @@ class JsonCallKeys:
 
     @property
     def arguments_depth(self) -> int:
-        """Objects open where arguments begin."""
+        """Number of objects that are open where arguments begin."""
         return 3 if self.inner_key else 2
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
@@ -80,7 +80,7 @@ class BracketScanner:
         return len(self._open_closers)
 
     def scan(self, text: str, start: int = 0, stop_depth: int | None = None) -> int:
-        """Return the index of the first unread character."""
+        """Returns the index of the first unread character."""
         for position in range(start, len(text)):
             depth = self.depth
             if self._quote:
@@ -176,7 +176,7 @@ def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
 def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
-    """For other key orders, and arguments in a string. Waits for the whole call."""
+    """Reads other key orders, and arguments in a string. Waits for the whole call."""
     reader = JsonRepairer()
     position = 0
     written = ""

@@ -59,7 +59,6 @@ def keyword_call_expression_sequence(tool: Tool) -> list[str]:
 
 
 def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Items are (expression, required)."""
     alternatives = []
     for index, (item, required) in enumerate(items):
         rest = [f"({separator} {later})" + ("" if needed else "?") for later, needed in items[index + 1 :]]
@@ -73,5 +72,4 @@ def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separa
 
 
 def tool_property_entries(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
-    """(name, schema, required) of each property."""
     return SchemaNode.from_document(tool.parameters).property_entries()

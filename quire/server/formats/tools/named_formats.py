@@ -19,7 +19,7 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""Of models with Python calls; LFM2's templates show no calls."""
+"""Found in templates with Python calls; LFM2's show no calls."""
 
 
 @dataclass(frozen=True, slots=True)

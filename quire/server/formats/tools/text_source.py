@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
 
 MAX_TOOL_NAME_LENGTH = 256
-"""Characters held back for a name and its surroundings."""
+"""Bounds the characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
-"""Whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
+"""Bounds whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
 
 SPACE = re.compile(r"\s*")
 
@@ -39,7 +39,7 @@ class TextSource:
 
     @property
     def taken_text(self) -> str:
-        """Taken since `reset_taken`. It becomes content if it was not a call."""
+        """Text taken since `reset_taken`, which becomes content if it was not a call."""
         return "".join(self._taken_pieces)
 
     def take_text(self, count: int) -> str:
@@ -48,7 +48,6 @@ class TextSource:
         return taken
 
     def give_back(self, text: str) -> None:
-        """`text`: the end of the taken text."""
         self.text = text + self.text
         self._taken_pieces[-1] = self._taken_pieces[-1].removesuffix(text)
 
@@ -56,7 +55,7 @@ class TextSource:
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:
-        """Put back all text taken since `save_place` returned `place`."""
+        """Puts back all text taken since `save_place` returned `place`."""
         self.text = "".join(self._taken_pieces[place:]) + self.text
         del self._taken_pieces[place:]
 
@@ -94,7 +93,7 @@ class TextSource:
     def take_through_first_literal(
         self, literals: tuple[str, ...], limit: int = MAX_TOOL_NAME_LENGTH
     ) -> ParserSteps[tuple[str, str] | None]:
-        """Return the text and the literal. None consumes nothing."""
+        """Returns the text and the literal. None consumes nothing."""
         longest = max(map(len, literals))
         while True:
             match = find_first_literal(self.text[: limit + longest], literals)
@@ -106,7 +105,7 @@ class TextSource:
             yield
 
     def peek_non_space_character(self) -> ParserSteps[str]:
-        """Empty at the end of the text."""
+        """Returns "" at the end of the text."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]
@@ -135,7 +134,7 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
-    """Number of characters at the end that may begin a literal."""
+    """Returns the number of characters at the end that may begin a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

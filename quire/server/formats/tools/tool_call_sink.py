@@ -11,7 +11,6 @@ class ToolCallDelta:
     """A new call's id and name, or a piece of arguments."""
 
     index: int
-    """Counted from 0 in the message."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None
@@ -33,7 +32,6 @@ class ToolCallSink:
         self._num_opened = 0
         self._num_complete = 0
         self.last_complete = False
-        """The last call was closed, and its arguments are valid JSON."""
 
     @property
     def all_complete(self) -> bool:

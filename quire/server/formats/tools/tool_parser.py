@@ -19,12 +19,11 @@ ANY_OBJECT: Schema = {"type": "object"}
 class Tool:
     name: str
     parameters: Schema
-    """JSON schema."""
 
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Special tokens as tokens, the rest as text."""
+"""Writes special tokens as tokens, the rest as text."""
 
 
 class ToolFormat(ABC):
@@ -37,7 +36,7 @@ class ToolFormat(ABC):
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and after calls."""
     bare: ClassVar[str] = ""
-    """Start of an answer that is calls without a marker; empty if there is always one."""
+    """Starts an answer that is calls without a marker; empty if there is always one."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
     """A call, for prompts that explain the format in words."""
 
@@ -96,7 +95,6 @@ class ToolFormat(ABC):
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
-    """None: the text ended."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:
@@ -128,7 +126,6 @@ class ToolParser:
 
     @property
     def all_complete(self) -> bool:
-        """False if there are no calls."""
         return self._sink.all_complete
 
     def extract_tool_calls(

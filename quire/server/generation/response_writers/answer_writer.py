@@ -25,7 +25,7 @@ class AnswerWriter(ABC):
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     _usage: Usage | None = None
     weights_version: str = ""
-    """Weights of the last token; set before each step and the end."""
+    """Set before each step and the end."""
     receipt: bytes | None = None
     """JSON; set before the end."""
 
@@ -45,11 +45,10 @@ class AnswerWriter(ABC):
 
     @property
     def keeps_logprobs_until_end(self) -> bool:
-        """True if a stream's last events repeat its log probabilities."""
+        """A stream's last events repeat its log probabilities."""
         return False
 
     def first_events(self) -> bytes:
-        """Sent before the first step."""
         return b""
 
     @abstractmethod
@@ -57,7 +56,7 @@ class AnswerWriter(ABC):
         """Write one step."""
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Bytes format with one %b, the text's JSON, for all steps that add only text; None if there is none."""
+        """Bytes format with one %b, the text's JSON, for all steps that add only text, if there is one."""
         return None
 
     @abstractmethod

@@ -35,7 +35,7 @@ class ChunkWriter(AnswerWriter):
         super().__init__(request, tokenizer, fingerprint)
         self._chunk_head = self._event_head()
         self._choice_heads: dict[int, bytes] = {}
-        """By choice: a chunk's start, up to the text."""
+        """By choice, a chunk's start up to the text."""
         self._set_chunk_end(b'}],"usage":null}' + EVENT_END if request.include_usage else b"}]}" + EVENT_END)
 
     def _common_fields(self, kind: str) -> dict[str, object]:
@@ -174,7 +174,7 @@ class ChatWriter(ChunkWriter):
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
-        """By choice: index and input decoder of its open custom tool call."""
+        """By choice, its open custom tool call's index and input decoder."""
 
     def first_events(self) -> bytes:
         """Each choice's role, and the prompt's token ids."""
@@ -213,7 +213,7 @@ class ChatWriter(ChunkWriter):
         return deltas
 
     def _flush_custom_input(self, choice: int) -> list[dict[str, object]]:
-        """End a choice's open custom tool call with the rest of its input."""
+        """Ends a choice's open custom tool call with the rest of its input."""
         index, reader = self._custom_inputs.pop(choice, (0, None))
         rest = "" if reader is None else reader.decode_arguments("", final=True)
         return [_custom_call_delta(ToolCallDelta(index), rest)] if rest else []

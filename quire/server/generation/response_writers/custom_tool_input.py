@@ -18,7 +18,6 @@ class CustomInputDecoder:
         self._unread = ""
         self._is_inside = self._has_ended = False
         self._high_surrogate = ""
-        """First half of a surrogate pair."""
 
     def decode_arguments(self, piece: str, final: bool = False) -> str:
         self._unread += piece

@@ -59,7 +59,7 @@ def decision_fields(question: OptionQuestion, answer: CollectedChoice) -> dict[s
 
 
 def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> list[float]:
-    """Softmax over the options' tokens; for labels, probabilities over the vocabulary."""
+    """Returns a softmax over the options' tokens; for labels, probabilities over the vocabulary."""
     logprob = answer.tokens[0].logprob
     assert logprob is not None, "asked for"
     logprobs_by_token = dict(logprob.top)
@@ -109,7 +109,7 @@ def systemone_api_fields(question: OptionQuestion, shares: Sequence[float]) -> d
 
 
 def choice_confidence(shares: Sequence[float]) -> float:
-    """0 if all options are equally likely, 1 if one is certain."""
+    """0: all options are equally likely; 1: one is certain."""
     equal = 1 / len(shares)
     return clamp_probability((max(shares) - equal) / (1 - equal))
 

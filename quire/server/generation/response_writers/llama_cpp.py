@@ -19,7 +19,7 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 ANY_SLOT = -1
 """Requests have no slots: all run in the same steps."""
 RANDOM_SEED = 2**32 - 1
-"""How llama.cpp reports a seed of -1."""
+"""llama.cpp reports a seed of -1 like this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,8 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
-    """None if the answer need not contain it."""
     response_fields: Sequence[str] | None = None
-    """Paths of fields; None: all."""
+    """Paths; None: all fields."""
     return_tokens: bool = False
 
 
@@ -115,7 +114,6 @@ class LlamaCppWriter(AnswerWriter):
         return encoded[0] if len(encoded) == 1 else join_json_array(encoded)
 
     def _encode_finals(self, bodies: Sequence[dict[str, object]]) -> list[bytes]:
-        """Adds the receipt to the last one."""
         selected = [select_fields(body, self._fields.response_fields) for body in bodies]
         if not self.receipt_field:
             return [encode_json(each) for each in selected]

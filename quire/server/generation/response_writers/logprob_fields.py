@@ -12,7 +12,7 @@ MIN_LOGPROB = -9999.0
 
 
 TokenNamer = Callable[[int], str]
-"""Returns the token's text, or `token_id:123`."""
+"""Returns the token's text or `token_id:123`."""
 
 
 def completion_logprobs(
@@ -45,7 +45,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_tok
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's form: one dict by token id for each prompt token except the first."""
+    """As in vLLM, each prompt token except the first has a dict by token id."""
     return [None if each is None else _logprobs_by_token_id(each, tokenizer) for each in logprobs]
 
 

@@ -99,13 +99,10 @@ class OllamaWriter(OutputPartWriter):
 
 
 class OllamaChatWriter(OllamaWriter):
-    """Answers /api/chat."""
-
     SHAPE: ClassVar[OllamaShape] = "message"
 
 
 def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embed."""
     took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": request.prompt_tokens}
     return encode_json({"model": request.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
 

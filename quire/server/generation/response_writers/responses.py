@@ -22,7 +22,7 @@ TEXT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""By item type: event prefix, and the field of the whole text."""
+"""Event prefix and the field of the whole text, by item type."""
 
 
 class ResponsesWriter(OutputPartWriter):
@@ -36,10 +36,9 @@ class ResponsesWriter(OutputPartWriter):
         self._created_at = request.created
         self.next_sequence_number = 0
         self._first_final_number: int | None = None
-        """Sequence number of the first final event."""
         self._custom_input = CustomInputDecoder()
         self._num_logprobs_sent = 0
-        """In the open message."""
+        """Counted in the open message."""
         self.output_items: list[StoredItem] = []
         self.final_response: bytes | None = None
         """None until the response has ended."""

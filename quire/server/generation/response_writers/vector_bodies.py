@@ -1,4 +1,4 @@
-"""Functions that become VectorBodyWriters once the arguments before `request` are bound."""
+"""These functions become VectorBodyWriters once the arguments before `request` are bound."""
 
 from __future__ import annotations
 

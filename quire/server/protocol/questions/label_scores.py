@@ -19,7 +19,6 @@ class LabelScoreRequest(EngineRequestBody):
     apply_softmax: bool = False
     """Normalize over the labels only."""
     item_first: bool = False
-    """Put items before the query."""
 
     @property
     def engine_request_fields(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ FIELD_KEY = "\0field"
 
 @contextmanager
 def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerFields]:
-    """Rename fields in the block's errors, by `names` and the yielded dict, which `merge_user_turns` fills."""
+    """Renames fields in the block's errors, by `names` and the yielded dict, which `merge_user_turns` fills."""
     caller_fields: CallerFields = {}
     try:
         yield caller_fields
@@ -51,7 +51,7 @@ def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> 
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Replace the parameter itself, and paths, which are never ordinary words."""
+    """Replaces the parameter itself, and paths, which are never ordinary words."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)

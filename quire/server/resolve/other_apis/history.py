@@ -32,15 +32,14 @@ from quire.server.store.response_store import StoredItem as StoredItem
 
 NO_STORE_MESSAGE = "this server stores no responses; the operator may pass --data-dir"
 MAX_ITEMS = 10_000
-"""Per conversation or stored input: some thousand agent turns with calls."""
+"""Bounds a conversation or a stored input: some thousand agent turns with calls."""
 MAX_ADDED_ITEMS = 1_000
-"""Per request: one transaction adds them to a conversation."""
+"""Bounds a request: one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""As many bytes as a body's default, because a response reads it whole."""
+"""A response reads all of it, so it has as many bytes as a body's default."""
 MAX_HISTORY_BYTES = 16 << 20
-"""All earlier responses together."""
 MAX_INPUT_BYTES = 4 << 20
-"""Stored per request: the text of a million tokens."""
+"""Bounds what a request stores: the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
 """Digits of an item's position, which follows its response's id."""
@@ -114,7 +113,6 @@ def _response_output(stored: StoreReader, owner: str, response_id: str) -> list[
 
 
 def check_history_size(num_bytes: int, num_items: int) -> None:
-    """Raises InvalidRequest."""
     if num_bytes > MAX_HISTORY_BYTES:
         raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes precede it")
     if num_items > MAX_MESSAGES:
@@ -192,7 +190,7 @@ def to_stored_items(
 
 
 def to_cached_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
-    """None if they exceed what a request may continue."""
+    """Returns None if they exceed what a request may continue."""
     try:
         return to_stored_items(items, "input", max_bytes=MAX_HISTORY_BYTES)
     except InvalidRequest:

@@ -63,8 +63,8 @@ def infill_end_token_ids(model: ServedModel) -> list[int]:
 
 
 def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
-    """At most the last `limit` tokens. The limit does not depend on the open file, so edits of it leave this prefix
-    cached.
+    """Keeps at most the last `limit` tokens. The limit does not depend on the open file, so edits of it leave this
+    prefix cached.
     """
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)

@@ -210,7 +210,7 @@ def append_user_turns(
 
 
 def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTurn]:
-    """Parts if there are images."""
+    """Returns parts if there are images."""
     shown = block.content
     if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
         text = (
@@ -222,7 +222,6 @@ def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTu
 
 
 def assistant_turn(message: InputMessage, names_by_call_id: dict[str, str]) -> ChatTurn:
-    """Adds call ids to `names_by_call_id`."""
     blocks = message_blocks(message)
     turn: ChatTurn = {
         "role": "assistant",

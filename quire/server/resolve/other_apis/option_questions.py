@@ -75,7 +75,6 @@ class DecisionApiVariant:
         model: ServedModel,
         config: ServerConfig,
     ) -> ResolvedGeneration:
-        """`name`: the model's in the answer."""
         headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
         labels = single_token_labels(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
@@ -108,7 +107,7 @@ class DecisionApiVariant:
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """Letters, then pairs and triples. Raises InvalidRequest if there are too few."""
+    """Returns letters, then pairs and triples. Raises InvalidRequest if there are too few."""
     labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
         raise InvalidRequest(
@@ -118,7 +117,7 @@ def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Most readable first, all distinct."""
+    """Yields distinct labels, the most readable first."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
     seen: set[int] = set()

@@ -191,7 +191,7 @@ def load_items(
     owner: str,
     history: WebSocketHistory | None = None,
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Earlier and own items. Raises NeedsWorker, because there may be many."""
+    """Returns earlier and own items. Raises NeedsWorker, because there may be many."""
     folder = config.data_dir
     previous = body.previous_response_id
     cached_response = None if history is None else history.previous

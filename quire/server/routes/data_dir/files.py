@@ -103,11 +103,9 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
-        """Raises HTTPException if the form is too large."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
-        """Raises HTTPException if there is no room."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # length not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
@@ -189,7 +187,7 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 async def _receive_form(
     request: Request, upload: _UploadSpaceReserver
 ) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
-    """File, name, purpose, and lifetime in seconds or None. Large content is in a temporary file."""
+    """Yields file, name, purpose, and lifetime in seconds or None. Large content is in a temporary file."""
 
     encodings = parse_encodings(request.headers)
 

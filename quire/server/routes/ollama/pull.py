@@ -49,7 +49,7 @@ async def pull(request: Request) -> Response:
 
 
 async def _download_and_stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """A line at once, one per interval, and a last one."""
+    """Yields a line at once, one per interval, and a last one."""
     async with download_lock:
         yield _FIRST_LINE
         download = asyncio.ensure_future(_wait_for_download(await _spawn_pull_process(name)))
@@ -79,7 +79,7 @@ async def _spawn_pull_process(name: str) -> Process:
 
 
 async def _wait_for_download(process: Process) -> str | None:
-    """The error, or None. Kills the process if the caller leaves."""
+    """Returns the error, or None. Kills the process if the caller leaves."""
     try:
         _, error_output = await process.communicate()
     finally:

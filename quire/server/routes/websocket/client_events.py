@@ -35,7 +35,7 @@ class CreateEvent:
     stream_id: str | None
     previous_id: str | None
     body: bytes
-    """Of POST /v1/responses."""
+    """Body of POST /v1/responses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ MAX_CONNECTION_SECONDS = 3600.0
 """OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""For single requests; a connection has many."""
+"""They apply to single requests; a connection has many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
@@ -67,7 +67,6 @@ _CONNECTION_HEADERS = frozenset(
         b"x-request-id",
     )
 )
-"""Not passed on to requests."""
 
 
 class CloseCode(IntEnum):
@@ -180,7 +179,7 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
-        """A close code if the connection cannot continue."""
+        """Returns a close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
