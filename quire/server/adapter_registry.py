@@ -48,7 +48,6 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self._configured_names: set[str] = set()
         self._unnamed_since: dict[str, float] = {}
-        """Monotonic time at which a digest lost its last name."""
         self._change_lock = asyncio.Lock()
 
     @property
@@ -144,7 +143,7 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Atomic, readable by this user only. Only logs errors. `file` None: stores nothing."""
+    """Writes atomically, readable by this user only. Only logs errors. `file` None: stores nothing."""
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -161,7 +160,6 @@ def write_json_file(file: Path | None, content: Mapping[str, Any], description: 
 
 
 def parse_adapter_option(text: str) -> tuple[str, str]:
-    """NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
     if text.startswith("{"):
         try:
             option = json.loads(text)
@@ -175,7 +173,6 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 
 
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
-    """Raises ConfigError."""
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: needs --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)

@@ -20,10 +20,8 @@ BLOCK_TOKENS = 16
 """The prefix cache's block size."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
-"""About 70 prompts of 100,000 tokens."""
 MAX_TOTAL_BYTES = 32 << 20
 _OVERHEAD_BYTES = 700
-"""Per fingerprint, besides digests."""
 SETTINGS = "settings"
 """The part for which neither vendor has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
@@ -35,9 +33,7 @@ class CacheDiagnosis(msgspec.Struct, frozen=True):
     changed: str = ""
     """The first part that changed, or messages."""
     missed_tokens: int = 0
-    """Of the shorter prompt after the common prefix, in full blocks."""
     reusable_tokens: int = 0
-    """Of the earlier prompt, in full blocks."""
 
 
 class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):

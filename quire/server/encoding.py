@@ -40,7 +40,6 @@ def encode_ascii_json(value: object) -> bytes:
 
 
 def escape_log_text(text: str) -> str:
-    """Percent-encodes characters that break lines or move the cursor."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)
 
 

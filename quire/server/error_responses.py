@@ -98,14 +98,14 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """Sets FastAPI's `detail`: the body's fault, or another error's type."""
+        """Sets FastAPI's `detail` to the body's fault, or another error's type."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
         return encode_ascii_json({"detail": {"error_type": self._anthropic_type, "message": self.message}})
 
     def encode_anthropic(self) -> bytes:
-        """The message names the parameter: there is no field for it."""
+        """The message names the parameter, for which there is no field."""
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
             token_counts = _TOKEN_COUNTS.search(message)

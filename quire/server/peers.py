@@ -35,8 +35,6 @@ class PeerLink(Protocol):
 
 
 class Peers:
-    """Call all methods from the event loop."""
-
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
         """`link` None: no other processes. `calls` None: nothing is stored."""
         self._link = link
@@ -57,7 +55,6 @@ class Peers:
         return None if process == self.process_name else process
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
-        """None if the process has no answer or has ended."""
         assert self._link is not None, "no other server answers"
         answers = await self._link.ask(topic, body, to=process)
         return answers[0] if answers else None

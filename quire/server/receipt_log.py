@@ -94,7 +94,7 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Also logs failed answers; repeated ones were logged before."""
+        """Logs also failed answers. Repeated ones were logged before."""
         if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

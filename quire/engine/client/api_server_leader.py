@@ -51,9 +51,7 @@ log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
-"""Time limit when all API processes are asked."""
 _LONG_ANSWER_SECONDS = 10.0
-"""Time limit when one API process is asked."""
 _REMEMBER_SECONDS = 5.0
 """How often API processes are asked for the counts that their end would lose."""
 
@@ -72,16 +70,14 @@ class ApiServerLeader:
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """By the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
-        """By API process number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
-        """Set when an API process has started or failed to, then replaced."""
+        """Set, then replaced, when an API process has started or failed to."""
 
     def listen(self) -> None:
         self._wire.bind(self._address)
@@ -211,7 +207,6 @@ class ApiServerLeader:
         channel.send(result, self._stats())
 
     async def change_weights(self, change: Coroutine[Any, Any, object]) -> str:
-        """Make the change, tell all API processes, and return the version."""
         fault: QuireError | None = None
         try:
             await change

@@ -33,7 +33,7 @@ the answer, and its id.
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """Submits requests one after another, so it may have no open request."""
+    """A call submits requests one after another, so it may have no open request."""
 
     id: str
     tenant: str
@@ -45,7 +45,6 @@ class _Entry:
     request: EngineCoreRequest
     reader: Reader
     emitted: list[int]
-    """Tokens handed out since the submission."""
     number: int = 0
     """Number in the journal; 0: not journaled."""
     cached_tokens: int | None = None
@@ -61,11 +60,8 @@ class EngineClient:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Answers given up because their tokens were not read."""
         self.refusing = False
-        """Refuse new requests while the engine sleeps."""
         self.failure: QuireError | None = None
-        """New requests raise it."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         self.turns: LastSessionTurns | None = LastSessionTurns()
@@ -79,16 +75,15 @@ class EngineClient:
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
-        """The turn of the event loop ends with these calls."""
+        """Called at the end of the event loop's turn."""
         self._held: dict[str, EngineCoreRequest] | None = None
-        """Requests withheld between `hold` and `release`."""
+        """Requests kept from the engine between `hold` and `release`."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._journal: Journal = _nowhere
         self._rows: list[int] = []
 
     @property
     def alive(self) -> bool:
-        """False once the engine has ended for good."""
         return self.failure is None
 
     @property
@@ -101,7 +96,6 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Counts all API processes."""
         return len(self._open) + self._elsewhere.total()
 
     @property
@@ -111,19 +105,17 @@ class EngineClient:
 
     @property
     def open_by_tenant(self) -> Mapping[str, int]:
-        """In this process."""
         return self._open_by_tenant
 
     @property
     def open_everywhere(self) -> Mapping[str, int]:
-        """In all API processes."""
         return self._open_by_tenant + self._elsewhere if self._elsewhere else self._open_by_tenant
 
     def num_open_of(self, tenant: str) -> int:
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
     def adapters(self, *, queued: bool) -> list[Adapter]:
-        """`queued`: those of requests without output; else, of requests with output."""
+        """`queued` True counts requests without output, False those with output."""
         return [
             each.request.adapter
             for each in self._open.values()
@@ -222,11 +214,11 @@ class EngineClient:
         return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
-        """Readers get finish_reason "abort"."""
+        """Readers get the finish reason "abort"."""
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
-        """Readers get `error` after the pending outputs."""
+        """Readers get pending outputs, then `error`."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
@@ -307,7 +299,7 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """One loop callback serves all streams, which costs less than one each."""
+        """One loop callback for all streams costs less than one for each."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
@@ -316,7 +308,7 @@ class EngineClient:
                 log.exception("a stream failed")  # go on with the other streams
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
-        """ids: the engine's requests; None: all."""
+        """`ids`: the requests that the engine had; None: all."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
             self._misses.record_engine_loss(engine, ids)
@@ -326,7 +318,7 @@ class EngineClient:
         """Nothing to do: a single engine's client holds the requests that the engine cannot take yet."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
-        """End an open request's call. Its reader gets `error` after the pending outputs."""
+        """The request's reader gets pending outputs, then `error`."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
@@ -342,7 +334,7 @@ class EngineClient:
                 reader.fail(error)
 
     def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
-        """`open_by_tenant` counts all API processes. Messages in flight make it briefly inexact."""
+        """`open_by_tenant` counts all API processes, and lags by messages in flight."""
         self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
         self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
 

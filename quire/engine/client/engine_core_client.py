@@ -19,7 +19,7 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owns the requests that a client passes on. `engine`: see EngineCoreClient.number."""
+    """Owner of the requests that a client passes on. `engine`: see EngineCoreClient.number."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """Return an open request with the tokens it already has."""
@@ -50,9 +50,7 @@ class EngineCoreClient(ABC):
     """Call all methods from the same event loop."""
 
     owner: RequestOwner
-    """Set by the owner itself."""
     number = 0
-    """Index among a model's engines."""
     explains_prefixes = False
     """Outputs have a PrefixMissReport."""
 
@@ -61,17 +59,16 @@ class EngineCoreClient(ABC):
         self.deaths = 0
         """Engine processes that ended unexpectedly."""
         self.replays = 0
-        """Requests submitted again after an engine ended, once per replay."""
+        """Each replay of a request counts."""
         self.quarantined = 0
-        """Requests given up because they ended every engine that computed them."""
+        """Requests refused because they ended every engine that computed them."""
         self.weights_version = "1"
         self.weights_paths: dict[str, str | None] = {}
-        """Each version's source except the first's; None: tensors."""
+        """Source of each version but the first; None: tensors."""
         self.asleep = False
         """Weights and KV cache are released, and requests wait."""
         self.failure: EngineError | None = None
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
-        """Set by the embedding program."""
 
     def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
         """Begin to start the engine. Raises EngineError if the system can start no process."""
@@ -135,7 +132,6 @@ class EngineCoreClient(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The first engine's; None without processes."""
         return None
 
     @property

@@ -37,12 +37,11 @@ _REBUILDS = frozenset(
 """These may keep an engine's threads from running."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
-"""Time for the process to end by itself."""
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
-"""Time to wait for a message that explains why a process cannot start."""
+"""A process that cannot start explains why in its last message."""
 _INSPECT_SECONDS = 1.0
-"""After this long without heartbeat or progress, the engine's threads are inspected: see RunnableClock."""
+"""After this time without heartbeat or progress, RunnableClock inspects the engine's threads."""
 
 
 class KilledDuringStart(EngineError):
@@ -60,7 +59,6 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None], environment: Mapping[str, str]
     ) -> None:
-        """environment: added to ours."""
         self._config = config
         self._on_begun = on_begun
         self._folder = SocketFolder()
@@ -73,7 +71,7 @@ class EngineProcess:
         """The last call that rebuilds the engine."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
-        """Why we killed the engine, if we did."""
+        """Set if this process killed the engine."""
         self._fault_signal_sender: int | None = None
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
@@ -101,9 +99,9 @@ class EngineProcess:
         self._last_heartbeat = clock.monotonic()
         self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
-        """`_clock` at the last heartbeat, and at the last one with progress."""
+        """Values of `_clock` at the last heartbeat, and at the last with progress."""
         self._stuck_ms = 0
-        """Without progress in the current step, by the last heartbeat."""
+        """Time without progress in the current step, as the last heartbeat said."""
 
     @property
     def pid(self) -> int:
@@ -111,12 +109,10 @@ class EngineProcess:
 
     @property
     def is_connected(self) -> bool:
-        """The process reads messages once it has started."""
         return self._wire is not None
 
     @property
     def silence(self) -> float:
-        """Seconds since the last heartbeat."""
         return clock.monotonic() - self._last_heartbeat
 
     @property
@@ -162,7 +158,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Kills the process when its heartbeats stop or a step makes no progress."""
+        """Kills the process if its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -183,7 +179,7 @@ class EngineProcess:
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     def end(self) -> None:
-        """Only asks; `wait_for_exit` reports the end."""
+        """Only asks the process to end; `wait_for_exit` reports the end."""
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
@@ -192,7 +188,7 @@ class EngineProcess:
         await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """End the process whatever it does: it has nothing to save."""
+        """Kills the process, which has nothing to save."""
         # During its imports the process may take seconds to notice.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
@@ -259,7 +255,7 @@ class EngineProcess:
 class Launcher:
     start: Callable[[EngineConfig, Callable[[Sequence[str]], None], Mapping[str, str]], EngineProcess] = EngineProcess
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
-    """Seconds to wait before a start, by the number of preceding failures."""
+    """Seconds to wait before a start, by number of failures before it."""
 
 
 def engine_json(config: EngineConfig) -> str:
@@ -280,7 +276,7 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Adds settings that the engine's libraries read when loaded; the user's values win."""
+    """Adds settings that libraries read when loaded; the user's values win."""
     # These make malloc keep the memory of a step's large tensors. Returning it to the system and getting it again costs
     # 1 % of a prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}

@@ -17,14 +17,13 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""Topic of counts that outlive their API process: its last answer still counts."""
+"""Topic of counts that outlive their API process."""
 LEADER = ""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     requests: list[EngineCoreRequest]
-    """Without their images."""
     images: list[Image] = []
 
 
@@ -38,7 +37,6 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None if the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -46,27 +44,24 @@ class SharedStep(msgspec.Struct, frozen=True, array_like=True):
 
     outputs: list[EngineCoreOutput]
     record: StepRecord | None
-    """All API processes get it, even without a request in the step."""
+    """All API processes get it, also without a request in the step."""
     replica: int
     weights_version: str
     counts: bool
-    """True for the one API process that counts the step in its metrics."""
+    """Only one API process counts the step in its metrics."""
 
 
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Steps of one turn of the leader's event loop."""
-
     steps: list[SharedStep]
     stats: list[EngineStats]
-    """After each engine's last step."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """Result of START and `load_weights`: an engine without requests."""
+    """Result of START and `load_weights`."""
 
     info: EngineInfo
     failure: str | None = None
-    """Why the engine kept the previous configuration."""
+    """Why the previous configuration was kept."""
 
 
 class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -83,13 +78,11 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     quarantined: int
     failure: Fault | None
     open: dict[str, int]
-    """All API processes' open requests, by tenant."""
+    """Open requests of all API processes, by tenant."""
     queued_tokens: int
 
 
 class EngineCoreMethods(ABC):
-    """Run between steps. `config`: an EngineConfig as JSON."""
-
     @abstractmethod
     def take_snapshot(self) -> EngineView: ...
 

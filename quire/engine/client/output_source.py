@@ -7,7 +7,7 @@ from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput
 
 Versions = list[tuple[str, int]]
-"""Versions that computed a request's tokens, with token counts, in order."""
+"""(version, number of tokens) in order."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -19,7 +19,7 @@ def add_tokens(versions: Versions, version: str, count: int) -> None:
 
 
 class OutputSink(Protocol):
-    """Takes outputs in place of a waiting reader, which saves its wake-up."""
+    """It takes outputs in place of a waiting reader, and so saves waking it."""
 
     def can_take_outputs(self) -> bool:
         """False if the reader must get the next outputs."""
@@ -35,7 +35,6 @@ class OutputSource(ABC):
 
     @property
     def is_replaying(self) -> bool:
-        """The last outputs came from an earlier attempt."""
         return False
 
     @property
@@ -102,7 +101,7 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """The wrapper is the inner sink and passes outputs on by `take_outputs`."""
+        """The wrapper is the inner sink, and passes outputs on with `take_outputs`."""
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 

@@ -24,7 +24,6 @@ class Reader(Protocol):
     ids: Sequence[str]
     tenant: str
     call: str
-    """The API call's id, for `EngineClient.cancel`."""
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
@@ -53,14 +52,12 @@ class OutputStream(OutputSource):
         self._abort = abort
         self._open = set(ids)
         self._unread: dict[str, EngineCoreOutput] = {}
-        """Merged since the last iteration, by request."""
         self._backlog = 0
-        """Tokens and alternatives in `_unread`."""
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
-        """The next output resolves it. Cheaper than an asyncio.Event."""
+        """The next output resolves it. Cheaper than asyncio.Event."""
         self._due = False
-        """`_hand_on` will run at the end of the event loop's turn."""
+        """`_hand_on` will run when the event loop's turn ends."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
         """Called with a request's last output before the reader gets it. The bool: the reader will find tokens
@@ -180,7 +177,6 @@ class OutputStream(OutputSource):
 
 
 def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
-    """Successive outputs of one request."""
     has_logprobs = first.logprobs is not None or second.logprobs is not None
     return msgspec.structs.replace(
         second,

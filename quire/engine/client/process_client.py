@@ -48,7 +48,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """cores: the process's; empty: any. environment: added to ours."""
+        """Empty `cores`: any. `environment` is added to this process's."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -59,21 +59,17 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats = EngineStats()
-        """Sums of earlier engine processes."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
-        """Engine processes in a row that failed to start, or crashed without a request."""
+        """Processes in a row that failed to start, or crashed without a request."""
         self._fitted: dict[str, int] = {}
-        """Settings that the first engine fitted to the memory."""
+        """Settings that the first engine fitted to memory."""
         self._content = ""
-        """See EngineInfo.content."""
         self._change: Change | None = None
-        """The change under way; `ready` is then False."""
         self._wakes = asyncio.Event()
-        """Set when a change needs a process while the client sleeps without one."""
+        """Set if a change needs a process while the client sleeps without one."""
         self._ending = False
-        """The process was asked to end because the engine sleeps."""
         self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:
@@ -107,7 +103,7 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def free(self) -> bool:
-        """A new request would be computed soon."""
+        """The engine would soon compute a new request."""
         return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
@@ -276,7 +272,6 @@ class ProcessClient(ExclusiveClient):
         return messages.decode_started(message.value).info
 
     async def _discard_process(self) -> None:
-        """Waits until the process has ended."""
         process, self._process = self._process, None
         if process is not None:
             assert self._exit is not None
@@ -284,7 +279,7 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """A failure ends all streams with an error, so none waits forever."""
+        """A failure ends all streams with an error, so that none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
@@ -296,7 +291,7 @@ class ProcessClient(ExclusiveClient):
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Raises an error when too many engine processes fail in a row."""
+        """Raises an error if too many processes in a row fail."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -425,7 +420,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """Another engine must compute the requests. external: no request can be the cause."""
+        """`external`: no request can be the cause."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)

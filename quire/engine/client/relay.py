@@ -23,11 +23,9 @@ class ApiProcessChannel:
         self.announcement: str | None = None
         """Startup text that the process sends once it listens."""
         self.fault: Fault | None = None
-        """Why the process could not start."""
         self.silence = 0.0
         """Seconds since the last message, without time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
-        """Of the step being filled."""
         self._steps: list[SharedStep] = []
         self._write = send
 

@@ -24,15 +24,15 @@ class Replay:
         self._waiting: dict[str, None] = {}
         """Ordinary requests that the engine does not have, in order."""
         self._suspects: deque[list[str]] = deque()
-        """Groups that the engine does not have. Each is replayed alone, before `_waiting`."""
+        """Groups that the engine does not have. Each one runs alone, before `_waiting`."""
         self._submitted: dict[str, int] = {}
-        """Requests that the engine has, with the tokens it gave, up to TOKENS_TO_CLEAR."""
+        """Requests that the engine has, with tokens received, up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
-        """These were in a step of this engine."""
+        """Requests that this engine has computed."""
         self._isolated: set[str] = set()
         """Uncleared suspects that the engine has; nothing else is submitted meanwhile."""
         self._lone_crashes: dict[str, int] = {}
-        """Consecutive engines that a request ended while it had them to itself."""
+        """Engines in a row that a request ended while alone in them."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
@@ -45,7 +45,7 @@ class Replay:
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """The engine is about to compute these requests for the first time."""
+        """The engine is about to compute these for the first time."""
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
@@ -69,7 +69,6 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:

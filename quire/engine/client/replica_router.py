@@ -11,7 +11,6 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
-"""Tokens per hash."""
 MOST_PIECES = 2**16
 """Pieces remembered per replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
@@ -34,7 +33,6 @@ class Router:
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
-        """Open requests by replica, numbered from 0."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
         """Pieces that each replica should have cached, the most recently used last. A piece is there only with all
@@ -63,7 +61,6 @@ class Router:
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:
-        """Number of leading pieces that the replica probably has."""
         sent, count = self._sent[replica], 0
         for piece in pieces:
             if piece not in sent:

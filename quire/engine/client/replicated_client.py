@@ -52,9 +52,7 @@ class ReplicatedClient(ExclusiveClient):
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
-        """By request id."""
         self._unplaced: dict[str, None] = {}
-        """In order."""
         self._started = False
 
     @property

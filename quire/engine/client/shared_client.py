@@ -51,7 +51,6 @@ from quire.engine.processes.wire import Wire
 
 log = logging.getLogger("quire.hub")
 _LINGER_MS = 1000
-"""Time to send an ending process's last message."""
 
 
 class SharedClient(EngineCoreClient, ApiProcessMethods):
@@ -88,7 +87,6 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """See ApiProcessChannel.silence."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._handle_failure)

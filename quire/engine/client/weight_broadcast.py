@@ -63,7 +63,6 @@ class WeightsGroup:
         """Parent of all folders. The receiver removes it when this process is gone."""
         self._folders = 0
         self._partial: Path | None = None
-        """Of the incomplete model."""
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:

@@ -37,7 +37,6 @@ class Change:
     version: str
     call_id: int
     take_result: Callable[[UtilityResult], None]
-    """Called at once with the engine process's result."""
     done: asyncio.Future[None]
 
 
@@ -153,7 +152,6 @@ def check_mode(mode: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """Raises InvalidRequest if nothing is there."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

@@ -21,7 +21,6 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Per array; vocabularies have about 2**18."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
@@ -164,7 +163,6 @@ class _HeaderReader:
         return GGUFHeader(self._path.name, metadata, tensors)
 
     def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape, type, offset)."""
         name = self._read_name("a tensor's name")
         dimensions = self._read_u32()
         if dimensions > _MAX_DIMENSIONS:

@@ -110,7 +110,6 @@ def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: in
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
-    """A scalar, or equal values per layer."""
     if not metadata.is_list(key):
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
@@ -120,7 +119,6 @@ def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = F
 
 
 def _num_layers(metadata: GGUFMetadata) -> int | None:
-    """Without MTP layers."""
     layers, more = metadata.integer("block_count"), metadata.integer("nextn_predict_layers") or 0
     return None if layers is None else layers - more
 
@@ -137,13 +135,11 @@ _MAX_FLOAT_FRACTION = 0.02
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """The most common matrix type; bfloat16, the training dtype, for quantized models."""
     most = next(iter(bytes_by_weight_type(header)), "")
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
 def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
-    """Types and average bits per weight, for display."""
     linears = [
         tensor
         for name, tensor in header.tensors.items()
@@ -185,7 +181,6 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
 def _longrope_parameters(
     header: GGUFHeader, metadata: GGUFMetadata, rope: dict[str, Any], long: GGUFTensor
 ) -> dict[str, Any]:
-    """The factors are tensors."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
@@ -200,7 +195,6 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Leaves out the factor."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")

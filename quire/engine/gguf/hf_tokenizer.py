@@ -94,7 +94,6 @@ def tokenizer_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def eos_token_ids(header: GGUFHeader) -> list[int]:
-    """Includes well-known end tokens."""
     tokens, _ = _tokens_and_types(header)
     named = [_role_token_id(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
     return list(dict.fromkeys([*(index for index in named if index is not None), *_known_end_token_ids(tokens)]))
@@ -186,7 +185,7 @@ def _sentence_piece_fields(header: GGUFHeader, vocabulary: dict[str, int], types
 def _derive_merges(
     header: GGUFHeader, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[list[str]]:
-    """All pairs that form a token, highest score first. SentencePiece has no merges."""
+    """Yields all pairs that form a token, highest score first. SentencePiece has no merges."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
         raise _key_error(header, "tokens", "are too long in total to be split into merges")
@@ -204,7 +203,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """BOS and EOS as the file asks. `adds_bos`: for a missing add_bos_token."""
+    """Adds BOS and EOS as the file asks. `adds_bos`: for a missing add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

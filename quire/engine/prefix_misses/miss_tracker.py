@@ -27,11 +27,10 @@ from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, encode_prompt_tok
 MAX_TENANT_BYTES = 16 << 20
 """About 900,000 tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""Above it, the tenant with the oldest last request loses tokens first."""
+"""Above it, tenants lose tokens, the one with the oldest last request first."""
 _MAX_TURN_SLACK = 8
-"""The next turn may lack these last prompt tokens, which start the answer."""
+"""The next turn may lack the prompt's last tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
-"""Tokens shown on each side of a difference."""
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class _OpenRequest:
 
 @dataclass(slots=True)
 class _PromptInConversation:
-    """A call's requests with the same prompt share it."""
+    """Shared by a call's requests with the same prompt."""
 
     prompt: list[int]
     conversation: Conversation | None = None
@@ -68,7 +67,6 @@ class PrefixMissTracker:
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """Least recent tenant first."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
 
@@ -82,7 +80,6 @@ class PrefixMissTracker:
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """`stats`: after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return
@@ -99,7 +96,6 @@ class PrefixMissTracker:
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
     def get_request_report(self, request_id: str) -> PrefixMissReport | None:
-        """None before the first output."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
             return None
@@ -133,7 +129,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: requests that another engine will compute; None: all."""
+        """`request_ids`: requests for another engine; None: all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -229,11 +225,10 @@ class _PrefixMissAnalysis:
 
     @property
     def _max_cached(self) -> int:
-        """The last prompt token is always computed."""
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Also returns whether the tenant's own `load` explains evictions."""
+        """Also returns whether `load`, the tenant's own, explains evictions."""
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
@@ -265,7 +260,6 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
-        """None: never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:
@@ -321,7 +315,7 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """`earlier_visit`: continued or repeated. Repeating a first prompt begins a new conversation."""
+    """Repeating a first prompt begins a new conversation."""
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1

@@ -28,14 +28,12 @@ class CacheNamespace(NamedTuple):
 
     salt: str
     adapter: str
-    """Digest of the content; "" without adapter."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
-    """Id of the first request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +47,6 @@ class Visit:
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
-    """Counted from 1."""
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
@@ -61,9 +58,8 @@ class PrefixNode:
     tokens: bytes
     parent: PrefixNode | None
     visits: tuple[Visit, ...] = ()
-    """The latest per namespace, latest first."""
+    """Latest visit of each namespace, latest first."""
     children: dict[bytes, PrefixNode] | None = None
-    """Least recently used first."""
 
     def find_visit(self, namespace: CacheNamespace) -> Visit | None:
         return next((each for each in self.visits if each.namespace == namespace), None)
@@ -74,7 +70,7 @@ class Neighbour(NamedTuple):
 
     num_common: int
     rest: bytes
-    """At most _MAX_COMPARED_TOKENS after the common ones."""
+    """At most _MAX_COMPARED_TOKENS tokens after the common ones."""
     visit: Visit
 
 
@@ -85,7 +81,7 @@ class PrefixMatch:
     other_visits: list[Visit] = field(default_factory=list)
     """One per later piece, in other namespaces."""
     num_tail_tokens: int = 0
-    """Tokens after `matched_visits` shared with the nearest sequence."""
+    """Tokens after `matched_visits` that the nearest sequence shares."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
     """Nearest first. Empty if an earlier sequence ended here."""
@@ -103,7 +99,7 @@ class PrefixTree:
         """Tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Least recently used first. A piece comes after the pieces that follow it."""
+        """Least recently used first; each piece comes after those that follow it."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         prefix_match, node = PrefixMatch(), self._root
@@ -177,7 +173,6 @@ class PrefixTree:
     def _add_tail_and_neighbours(
         self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
     ) -> None:
-        """`rest`: tokens after `node`."""
         num_matched = len(prefix_match.matched_visits) * PIECE_TOKENS
         candidates: list[tuple[int, PrefixNode, Visit]] = []
         for child in islice(reversed((node.children or {}).values()), _MAX_NEIGHBOURS):
@@ -202,7 +197,7 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """Returns the tokens and the last piece's visit."""
+        """Returns tokens, and the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

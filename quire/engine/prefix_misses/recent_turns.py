@@ -22,7 +22,6 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
-    """Name; "" without adapter."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""
@@ -36,7 +35,7 @@ class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """Keyed by tenant, cache salt and session; the last to end comes last."""
+        """Keyed by tenant, cache salt and session. The last to end comes last."""
         self._bytes_of_tenant = Counter[str]()
 
     @property

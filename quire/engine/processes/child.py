@@ -22,7 +22,6 @@ from quire.engine.common import clock
 
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
-"""From Linux's sys/prctl.h: signal to get when the parent ends."""
 
 
 def module(name: str) -> tuple[str, ...]:
@@ -89,7 +88,6 @@ class Child:
         return self.process.wait()
 
     async def wait_for_exit(self, seconds: float = math.inf) -> int:
-        """Return the exit code. Kills the process after `seconds`."""
         for _ in _kill_after([self], seconds):
             await asyncio.sleep(_POLL_SECONDS)
         self.end()

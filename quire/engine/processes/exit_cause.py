@@ -14,7 +14,6 @@ FAULT_SIGNALS = frozenset(
 apart.
 """
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
-"""From the kernel, for exceeded limits."""
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
 

@@ -46,7 +46,6 @@ class Inbox:
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
-        """None after the last message. Raises TimeoutError after `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

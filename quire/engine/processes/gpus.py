@@ -24,8 +24,6 @@ PARAM = "data_parallel_size"
 
 
 class TorchBuild(NamedTuple):
-    """None: built without."""
-
     cuda: str | None = None
     hip: str | None = None
 
@@ -33,9 +31,7 @@ class TorchBuild(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class VisibleGPUs:
     variable: str
-    """Restricts a process's GPUs."""
     ids: tuple[str, ...]
-    """Indices or UUIDs."""
 
 
 def read_torch_build() -> TorchBuild:

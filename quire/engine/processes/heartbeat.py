@@ -16,7 +16,6 @@ import msgspec
 from quire.engine.common import clock
 
 _DEATH_SECONDS = 1.0
-"""Time for a signal to end this process."""
 HEARTBEAT_SECONDS = 0.25
 
 
@@ -28,16 +27,13 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine will compute these requests for the first time."""
-
     ids: list[str]
 
 
 class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Another process sent one of exit_cause.FAULT_SIGNALS, which will end the engine."""
+    """Another process sent a signal of FAULT_SIGNALS, which will end the engine."""
 
     sender: int
-    """Process id."""
 
 
 HeartbeatMessage = Alive | RequestsBegan | FaultSignal
@@ -79,7 +75,7 @@ class NullHeartbeat(Heartbeat):
 
 
 class PipeHeartbeat(Heartbeat):
-    """Writes to the pipe `descriptor`. A thread sends heartbeats from construction on."""
+    """A thread sends heartbeats to the pipe `descriptor` from construction on."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

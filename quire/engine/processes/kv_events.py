@@ -22,7 +22,6 @@ from quire.engine.common.errors import ConfigError
 
 log = logging.getLogger("quire.engine")
 ENGINE_MEDIUM = "GPU"
-"""vLLM's word for the engine's own cache."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_FRAMES = 3
 _STOP_SECONDS = 1.0
@@ -36,7 +35,7 @@ class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True):
 class BlockStored(KVCacheEvent):
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the preceding tokens; None at a prompt's beginning."""
+    """Hash of the preceding tokens; None at a prompt's beginning."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -150,7 +149,6 @@ class KVEventPublisher:
 
 
 def _replay(socket: zmq.Socket[bytes], sent: Sequence[tuple[bytes, bytes]]) -> None:
-    """Ignores malformed requests."""
     request = socket.recv_multipart()
     if len(request) != _REPLAY_FRAMES or len(request[2]) != len(_END):
         return

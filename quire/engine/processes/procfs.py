@@ -33,13 +33,10 @@ class RunnableClock:
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """Value before the current run of inspections."""
         self._inspected = 0.0
-        """Wall-clock seconds in this run."""
         self._initial_cpu_wait: dict[str, float] = {}
         """Seconds each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
-        """Seconds each thread has waited for a processor or a disk since then."""
         self._disk_wait: dict[str, float] = {}
 
     @property
@@ -82,7 +79,6 @@ class Standstill:
         self._clock = RunnableClock(pid, proc)
         self._used = _processor_ticks(self._folder)
         self._since = 0.0
-        """Clock value when it last computed."""
 
     def advance(self, elapsed: float) -> float:
         """Adds wall-clock seconds, and returns those of standstill."""
@@ -104,7 +100,7 @@ class Stopped:
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Of all threads; None if unreadable. `process`: its directory in /proc."""
+    """None if unreadable. `process`: its directory in /proc."""
     try:
         # Fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
@@ -114,7 +110,6 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """Seconds waited for a processor, and whether the thread waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -159,7 +154,6 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -18,7 +18,6 @@ _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
 """Only these and the lock file are removed: the name may also match a person's own folder."""
 _MOST_BYTES = 107
-"""Linux's limit; 103 elsewhere."""
 
 
 class SocketFolder:
@@ -63,7 +62,6 @@ class SocketFolder:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """This user's only."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's folder, or another process is removing it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

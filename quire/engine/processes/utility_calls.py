@@ -63,7 +63,6 @@ decode_utility_result = msgspec.msgpack.Decoder(UtilityResult).decode
 
 class MethodCallCodec(NamedTuple):
     arguments_type: type[msgspec.Struct]
-    """An array on the wire."""
     arguments_decoder: msgspec.msgpack.Decoder[msgspec.Struct]
     result_decoder: msgspec.msgpack.Decoder[Any]
 
@@ -99,7 +98,6 @@ def make_result(id: int, value: object) -> UtilityResult:
 
 
 def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
-    """`declared`: the class that declares the method."""
     codec = method_call_codec(getattr(declared, call.method))
     return msgspec.structs.asdict(codec.arguments_decoder.decode(call.args))
 

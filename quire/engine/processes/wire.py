@@ -9,9 +9,9 @@ from quire.engine.common import clock
 from quire.engine.common.errors import EngineError
 
 MOST_IN_TURN = 16
-"""After this many messages, other tasks get a turn."""
+"""Messages after which other tasks get a turn."""
 LONGEST_TURN = 0.01
-"""After this many seconds, other tasks get a turn."""
+"""Seconds after which other tasks get a turn."""
 
 
 class Wire:
@@ -20,7 +20,7 @@ class Wire:
     """
 
     def __init__(self, kind: int, *, linger_ms: int = 0, identity: bytes = b"") -> None:
-        """linger_ms: time for the last message after closing."""
+        """`linger_ms`: time for the last message after closing."""
         self._socket = zmq.asyncio.Context.instance().socket(kind)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, linger_ms)):
             self._socket.set(option, value)

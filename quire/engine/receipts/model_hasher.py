@@ -104,7 +104,6 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
-    """config.json, tokenizer, chat templates and code."""
     model = read_config_json(ModelFiles(resolve_model_with_overrides(config)))
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()

@@ -16,9 +16,7 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     quire: str
     kernels: str
-    """Hash of the installed kernels, layers and models."""
     backend: str
-    """Chosen kernels and instruction set."""
     device: str
     dtype: str
     quantization: str | None = None
@@ -55,7 +53,6 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class AdapterReceipt(msgspec.Struct, frozen=True):
     name: str
     digest: str
-    """Of its files."""
 
     @classmethod
     def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
@@ -69,7 +66,6 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int
     """Chosen by the server if the request had none."""
     token_ids: list[int] = []
-    """Includes the token that ended the choice."""
     versions: Versions = []
     logprobs: list[float | None] | None = None
     """None: minus infinity, which JSON lacks."""
@@ -99,9 +95,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
     id: str
     created: int
-    """Unix time."""
     model: str
-    """As the request named it."""
     hashes: ReceiptHashes
     computed: ComputeInfo
     adapter: AdapterReceipt | None
@@ -110,7 +104,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why the receipt cannot be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -139,7 +132,6 @@ def parse_receipt_json(content: bytes) -> Receipt:
 
 
 def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
-    """Each token has a version, and a log probability if any has."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
         return False
@@ -147,7 +139,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Also in responses, stream events and lines of a batch's output."""
+    """Also finds it in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:

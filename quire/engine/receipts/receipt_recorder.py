@@ -9,7 +9,7 @@ from quire.engine.receipts.receipt import ChoiceReceipt
 
 class ReceiptRecorder(WrappedOutputs):
     def __init__(self, outputs: OutputSource, requests: Sequence[EngineCoreRequest]) -> None:
-        """`requests`: one per choice."""
+        """`requests`: one per choice, in order."""
         super().__init__(outputs)
         versions = outputs.record_versions()
         self._receipts_by_id = {

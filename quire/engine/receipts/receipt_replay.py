@@ -30,7 +30,6 @@ class ReplayVerdict:
     what: str
     """The first difference, the reason for a refusal, or what was compared."""
     tokens: int = 0
-    """Computed again and compared."""
     warning: str = ""
 
 
@@ -43,9 +42,7 @@ class ReplayModel:
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
-    """By digest."""
     images: Mapping[str, Image]
-    """By hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -55,7 +52,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """Tokens [begin, end) of one version of the weights."""
+    """The range [begin, end) of tokens, computed by one version of the weights."""
 
     choice: ChoiceReceipt
     begin: int
@@ -63,7 +60,6 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Recomputes the tokens of the model's own weights. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -145,7 +141,6 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """Empty if nothing that may change bits differs."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -171,7 +166,6 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """The first difference. Raises InvalidRequest."""
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     request = _make_replay_request(receipt, segment, model)
     stream = client.submit([request], request.id)
@@ -210,7 +204,6 @@ async def _replay_and_compare_segment(
 
 
 def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: ReplayModel) -> EngineCoreRequest:
-    """Starts after other weights' tokens."""
     choice, prompt = segment.choice, receipt.choice_prompt(segment.choice)
     digests = dict.fromkeys(digest for _, _, digest in prompt.images)
     return EngineCoreRequest(
@@ -226,7 +219,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """None if equal; the shorter length if one is a prefix of the other."""
+    """Returns None if both are equal; the shorter length if one is a prefix of the other."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

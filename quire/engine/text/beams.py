@@ -16,7 +16,6 @@ from quire.engine.common.types import EngineCoreOutput, TokenLogprob
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
     token_ids: tuple[int, ...] = ()
-    """Without the prompt."""
     logprobs: tuple[TokenLogprob, ...] = ()
     cumulative_logprob: float = 0.0
     is_finished: bool = False

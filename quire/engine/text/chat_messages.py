@@ -7,12 +7,11 @@ from typing import Any
 Content = str | list[dict[str, Any]]
 IMAGE_PART_TYPES = ("image", "image_pil", "image_url")
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Not allowed in chat_template_kwargs."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
-    """None becomes "": templates concatenate content unchecked."""
+    """None becomes "", because templates concatenate content unchecked."""
     if not any(part.get("type") in IMAGE_PART_TYPES for part in parts or ()):
         return "\n".join(map(part_text, parts or ()))
     return [

@@ -38,9 +38,9 @@ _TOKEN_VARIABLES = ("bos_token", "eos_token")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Ends the final message, as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Bounds a rendering of a few made-up messages."""
+"""Enough to render a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""Probing ends after this many probes above the step limit."""
+"""Probing stops after this many probes that exceed the step limit."""
 
 
 class ChatRenderer:
@@ -151,7 +151,6 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises InvalidRequest if the template refuses."""
         turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
         tools = tools if self.capabilities.shows_tools else None
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
@@ -217,7 +216,7 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Returns messages, whether Quire inserted one to describe tools, and tools for the template."""
+        """Returns messages, whether one was inserted to describe tools, and the template's tools."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -297,7 +296,7 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Cuts like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the unchanged message."""
+    """Cuts like transformers. Raises InvalidRequest if the text lacks the unchanged message."""
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
@@ -324,7 +323,7 @@ class ReadOnlyList(list[Any]):
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """Templates may change their own lists, unlike in transformers: Kimi K2's collects call ids."""
+    """Unlike in transformers, templates may change their own lists: Kimi K2's collects call ids."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")

@@ -24,7 +24,6 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     num_used_ids: int
     """Fewer than pushed only after a stop string."""
     stop_string: str | None = None
-    """If set, no more ids may be pushed."""
 
 
 class StopStringMatcher:
@@ -59,7 +58,7 @@ class StopStringMatcher:
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Start of the longest suffix that begins a stop string, or the text's length."""
+        """Returns where a suffix of the text begins a stop string, or the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
             at = bisect_left(self._stop_strings, suffix)
@@ -91,7 +90,7 @@ class IncrementalDetokenizer:
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Stop strings do not count in these coming tokens."""
+        """Tokens still to come in which stop strings do not count."""
         self._num_emitted = 0
         self._num_decoded = 0
         """Characters emitted or held back."""
@@ -164,7 +163,7 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """A prompt's last bytes that begin a character, which the answer may complete."""
+    """Returns the prompt's last bytes if they begin a character."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -180,7 +179,7 @@ def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
-    """Drops a partial character's U+FFFD: the answer has the whole character."""
+    """Drops the U+FFFD of a character that the answer completes."""
     partial = partial_character(tokenizer, ids)
     for count in range(len(partial), 0, -1):
         if text.endswith(REPLACEMENT_CHARACTER * count):
@@ -192,8 +191,6 @@ _MAX_PARTIAL_BYTES = 3
 
 
 class ByteLevelDecoder:
-    """Tokens are byte strings, joined to UTF-8."""
-
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
         """`partial` is dropped unless the answer completes it."""
         self._token_bytes = tokenizer.token_bytes
@@ -297,7 +294,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """The prompt's incomplete last character, which the answer does not contain."""
+        """The prompt's incomplete last character; the answer does not contain it."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

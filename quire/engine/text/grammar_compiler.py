@@ -44,7 +44,6 @@ MAX_FORCED_BYTES = 16 * 1024
 token.
 """
 CHECK_STACK_BYTES = 4 << 20
-"""Half the engine's stack, so checked grammars do not overflow it."""
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
 _MAX_CACHED_GRAMMARS = 32
 _CHECK_TOKENS = 3
@@ -135,7 +134,6 @@ class GrammarCompiler:
             for states in (SMALL_LEXER_STATES, LARGE_LEXER_STATES)
         }
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        """Least recently used first."""
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
@@ -252,7 +250,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """From llama.cpp's GBNF, which vLLM's users write."""
+    """Converts llama.cpp's GBNF, which vLLM's users write."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -278,7 +276,6 @@ def check_forced_text_length(matcher: LLMatcher) -> None:
 
 
 def has_lexer_error(matcher: LLMatcher) -> bool:
-    """Such as too many states, where a larger lexer may succeed."""
     return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 

@@ -30,7 +30,6 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """As in vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 

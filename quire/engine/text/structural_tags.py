@@ -45,9 +45,7 @@ class _Tag(NamedTuple):
     begin: str
     content: Mapping[str, Any]
     ends: tuple[str, ...]
-    """Empty if the content ends by itself."""
     path: str
-    """Such as format.tags[0], for errors."""
 
 
 def structural_tag_grammar(
@@ -121,7 +119,6 @@ class _GrammarWriter:
         }
 
     def write(self, format: Any, ends: Sequence[str], path: str) -> str:
-        """An expression for the format and one of `ends`."""
         kind = _read_type(format, path)
         self._depth += 1
         if self._depth > _MAX_DEPTH:

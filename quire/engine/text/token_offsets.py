@@ -10,7 +10,6 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Shows special tokens. Offsets are in characters."""
     delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
     return delta.text, list(delta.offsets)
 

@@ -49,7 +49,7 @@ class DecoderType(Enum):
     SENTENCE_PIECE = "sentence_piece"
     """Llama 2: U+2581 stands for a space, `<0xE2>` for a byte."""
     OTHER = "other"
-    """Only the tokenizers library can decode it."""
+    """Only the tokenizers library decodes it."""
 
 
 class Tokenizer:
@@ -63,15 +63,14 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """`eos_token_ids` None: `eos_token`. Texts with tokens beyond `model_vocab_size` are refused."""
+        """`eos_token_ids` None: `eos_token`. Tokens beyond `model_vocab_size` are refused."""
         self.backend = backend
         self.config = dict(config or {})
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
-        """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """Chat templates' variables, by role (bos_token, eos_token, ...)."""
+        """Chat templates' variables by role (bos_token, eos_token, ...)."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
@@ -139,7 +138,6 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Includes added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -186,18 +184,17 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """Parts with their token's id; None for text in between."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     @cached_property
     def added_token_pattern(self) -> re.Pattern[str] | None:
-        """Tokens such as `<|im_end|>`, found before all others."""
+        """Matches tokens such as `<|im_end|>`, which are found first."""
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Vocabulary string such as `Ġhello` or `▁hello`; None outside."""
+        """Vocabulary entry such as `Ġhello` or `▁hello`, or None."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -215,7 +212,7 @@ class Tokenizer:
         return texts
 
     def token_display_text(self, token_id: int) -> str:
-        r"""Partial characters are written like OpenAI's `\xe2\x82`."""
+        r"""Writes partial characters like OpenAI: `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)
@@ -268,7 +265,7 @@ _BYTE_TABLE = _ByteTable({ord(character): byte for character, byte in BYTE_DECOD
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Matches the longest special token: a regex takes the first alternative that fits."""
+    """Tries the longest tokens first, because a regex takes the first alternative that fits."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
@@ -307,7 +304,6 @@ def _wrap_library_errors(name: str) -> Iterator[None]:
 
 
 def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
-    """Added tokens load more slowly than others."""
     count = content.count(b'"single_word"')  # occurs once per added token
     if count >= ADDED_TOKENS_WARNING_THRESHOLD:
         seconds = count * _SECONDS_PER_ADDED_TOKEN

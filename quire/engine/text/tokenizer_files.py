@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-"""Usual templates have 10 KB. This many take seconds to compile."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -39,7 +38,7 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """Of tokenizer_config.json, special_tokens_map.json and chat_template.json."""
+    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json."""
 
     bos_token: _SpecialToken
     eos_token: _SpecialToken
@@ -69,7 +68,7 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """By role (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises ModelError."""
+    """Keys are roles (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises ModelError."""
     # Some models have an empty file, which transformers accepts.
     empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
     special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
@@ -170,7 +169,7 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """Only for special tokens: loading everything takes a second."""
+    """Loading more than special tokens' ids takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()
@@ -259,7 +258,6 @@ def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]])
 
 
 def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
-    """`tokens`: longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
     while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
         run.append(next_token)

@@ -34,7 +34,6 @@ _MAX_SAFE_REPEATS = 2
 """Time then grows at most with this power of the length."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
-"""Characters of a pattern used in probe texts."""
 
 
 def check_regexes(backend: tokenizers.Tokenizer) -> None:

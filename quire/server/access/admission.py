@@ -33,7 +33,7 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Also releases the prompts' share of the budget."""
+        """Also releases the prompts' share."""
         self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
@@ -53,7 +53,7 @@ class Admission:
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Call before the body is read, to spare an overloaded server. Raises Overloaded."""
+        """Called before the body is read, to spare an overloaded server. Raises Overloaded."""
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -134,7 +134,7 @@ class EngineOptionalRoute(ModelRoute):
 
 
 class RateLimitedRoute(EngineOptionalRoute):
-    """Counts requests before reading bodies, and sends x-ratelimit headers."""
+    """Counts requests before their bodies are read; answers get x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -154,7 +154,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """For the whole server's data, whichever model made it."""
+    """For data of the whole server, whichever model made it."""
 
     names_model = False
 

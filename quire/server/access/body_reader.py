@@ -20,7 +20,7 @@ from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Smaller bodies are free: the connection's buffer is as large."""
+"""Smaller bodies are free, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
 """For a body that an outer application has read."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
@@ -29,7 +29,6 @@ NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
-    """Tenant name; "" without keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -42,15 +41,13 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
-    """In seconds."""
-
     wait_seconds: float = 10.0
     """Longest wait for room in the budget."""
     check_interval: float = 0.5
     slow_after: float = 2.0
     """While others wait, an older body must be on pace to arrive within half of `wait_seconds`."""
     total_seconds: float = 300.0
-    """16 MiB at 56 KiB/s. Slower senders would keep their share for hours."""
+    """16 MiB at 56 KiB/s. Slower senders could keep their share for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at
@@ -142,7 +139,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decodes twice, first for the size, so that no decoder waits for room."""
+        """Decodes twice, first only for the size, so that no decoder waits for room."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))

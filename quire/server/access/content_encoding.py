@@ -16,23 +16,22 @@ from quire.engine.common.errors import InvalidRequest
 
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
-"""Output limit of a step."""
 _INPUT_BYTES = 16 * 1024
-"""Input limit of a step: empty blocks of this size take 4 ms."""
+"""Input limit of a step: this size of empty blocks takes 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
 """Limit of one run in a thread."""
 MAX_LAYERS = 3
 MAX_MEMBERS = 4096
-"""gzip members or zstd frames per body. Even empty ones take time."""
+"""gzip members or zstd frames per body; even empty ones take time."""
 _ENCODING_ALIASES = {"x-gzip": "gzip"}
 _WINDOW_LOG = 23
-"""Limits a zstd decoder to 8 MiB, the most that RFC 9659 allows clients."""
+"""Limits a zstd decoder to 8 MiB, which RFC 9659 makes clients' maximum."""
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """In order of application. Raises HTTPException if unsupported, InvalidRequest for more than MAX_LAYERS."""
+    """In order of application. Raises HTTPException for unknown ones, InvalidRequest for more than MAX_LAYERS."""
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
         _ENCODING_ALIASES.get(name, name) for entry in listed if (name := entry.strip()) not in ("", "identity")
@@ -56,7 +55,7 @@ class BodyTooLarge(Exception):
 
 class BodyDecoder:
     def __init__(self, encodings: list[str], max_bytes: int) -> None:
-        """`max_bytes`: limit of the body and of each encoded form."""
+        """`max_bytes` limits the body and each encoded form."""
         self._layers = [_EncodingLayer(name, max_bytes) for name in reversed(encodings)]
         self._remaining_bytes = max_bytes
 

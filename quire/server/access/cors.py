@@ -46,7 +46,7 @@ class WebSocketOriginMiddleware:
         await error_response(scope["path"], failure)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Programs send no origin. A proxy may have changed the scheme."""
+        """Programs send no origin, and proxies may change the scheme."""
         if "*" in self._allowed_origins:
             return True
         same_host_suffix = f"://{headers.get('host', '').lower()}"

@@ -28,7 +28,6 @@ class FairSemaphore:
         self._waiters: list[_Waiter] = []
         self._num_granted = 0
         self._last_grants: dict[str, int] = {}
-        """By owner, while it waits or holds a slot."""
 
     @asynccontextmanager
     async def hold_slot(self, owner: str) -> AsyncIterator[None]:

@@ -18,7 +18,6 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
 FAIRNESS_HEADER, OBJECTIVE_HEADER = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 PRIORITY_SCOPE_KEY = "quire.priority"
-"""Scope key for the server's own requests."""
 
 
 class TrustedGateways:
@@ -45,7 +44,6 @@ class TrustedGateways:
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        """None if unknown."""
         if (scope_priority := scope.get(PRIORITY_SCOPE_KEY)) is not None:
             return int(scope_priority)
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)

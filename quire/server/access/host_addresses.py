@@ -33,7 +33,7 @@ def _normalize_address(text: str) -> str | None:
 
 
 def is_local_or_private_host(host: str) -> bool:
-    """This machine, or a network unreachable from elsewhere."""
+    """True for this machine and networks unreachable from elsewhere."""
     name = normalize_host(host)
     if name is None:
         return False

@@ -25,7 +25,6 @@ ADMIN_PATHS = frozenset(
         "/collective_rpc",
     }
 )
-"""More routes under ADMIN_PREFIX's rule."""
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
 """Without keys, these serve programs on this machine but no web pages."""
 

@@ -7,7 +7,6 @@ from quire.server.access.memory_lease import MemoryLease
 from quire.server.shared_capacity import SharedCapacity
 
 _MAX_BYTES = 64 << 20
-"""For waiting messages and cached responses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ class LineRequest:
     custom_id: str
     url: str
     body: bytes
-    """A JSON object."""
 
 
 def parse_line(line: str | bytes) -> LineRequest:
@@ -95,7 +94,7 @@ def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
-    """By custom_id, its first line. Raises ConfigError."""
+    """Maps each custom_id to its first line. Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):
@@ -106,7 +105,6 @@ def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
 
 
 def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int]:
-    """They fail as `line-NUMBER`."""
     return {
         number
         for number, line in read_nonempty_lines(path)

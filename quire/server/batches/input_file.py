@@ -11,9 +11,7 @@ from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
 MAX_LINES = 50_000
-"""OpenAI's limit."""
 MAX_CUSTOM_ID = 512
-"""Characters."""
 _MAX_ERRORS = 100
 _SORT_PREFIX_BYTES = 256
 """Requests are sorted by this much of their body, so that equal instructions run while their prefix is cached."""

@@ -54,7 +54,6 @@ def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Ba
 
 
 def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, new_files: list[StoredFile]) -> Batch:
-    """Returns the ended batch; appends its files to `new_files`."""
     num_unanswered = sum(1 for _ in _iter_unanswered_ids(batches, batch.id))
     status: BatchStatus = "cancelled" if batch.status == "cancelling" else "expired" if num_unanswered else "completed"
     usage = _Usage()
@@ -101,7 +100,6 @@ def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[byt
 
 
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
-    """In input order."""
     last = 0
     while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)

@@ -18,16 +18,13 @@ _MAX_QUEUED_TOKENS = 256
 _QUIET_SECONDS = 1.0
 """After another request, a further one is expected for this long."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""While others have requests: a start holds the event loop for 2 ms."""
+"""A start holds the event loop for 2 ms, so lines pause while others have requests."""
 _MAX_SLOWDOWN = 1.25
-"""Of steps with lines, relative to steps without or with one."""
 _SMOOTHING_STEPS = 16
 """The newest step has a weight of 1/N."""
 
 
 class StepTimesByRequestCount:
-    """Only of steps with one token per request."""
-
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 

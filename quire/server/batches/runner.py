@@ -41,7 +41,6 @@ MAX_OPEN_BATCHES = 64
 MAX_UPLOADS = 16
 """A key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
-"""Lines use 1/N of the engine's slots."""
 _LINES_PER_CHECK = 2
 """Each start holds the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
@@ -61,23 +60,19 @@ class BatchRunner:
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app` answers the lines. `clients`: of all engines."""
         self._app = app
         self.batches = data.batches
         self.files = data.files
         self.contents = data.contents
         """Thread-safe."""
         self.uploads = SharedCapacity(MAX_UPLOADS)
-        """This process's, by owner."""
         self._tenants = tenants
         self._config = config
         self._pacer = BatchPacer(clients)
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
         self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
-        """By batch id; ends the batch's lines."""
         self.result_counts = {"completed": 0, "failed": 0}
-        """Of lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_leader = False
         self._closing = False
@@ -98,7 +93,6 @@ class BatchRunner:
                 cancelled.set()
 
     async def stop_batches(self) -> None:
-        """The next start continues them."""
         self._closing = True
         for cancelled in self._cancel_events.values():
             cancelled.set()

@@ -52,7 +52,6 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """Empty if the system trusts the certificate."""
     host, flags = urlsplit(base).hostname or "", []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile
@@ -68,7 +67,7 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """By a TLS handshake in memory. `trust`: an additional certificate."""
+    """Tries a TLS handshake in memory. `trust`: an additional certificate."""
     client = ssl.create_default_context(cafile=trust)
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -42,11 +42,10 @@ MAX_FAILURES = 3
 """Consecutive processes of one number that may end without serving."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""After this without heartbeats, a process is replaced."""
+"""A process without heartbeats is replaced after this time."""
 _STOPPED_SECONDS = 10.0
-"""After this, a stopped process is replaced."""
+"""A stopped process is replaced after this time."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""For an ended process's last message."""
 _BACKOFF_SECONDS = 0.5
 
 
@@ -54,12 +53,10 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     """A line of JSON on stdin."""
 
     config: str
-    """A ServerConfig as JSON."""
     hub: str
     identity: str
     family: int
     address: tuple[Any, ...]
-    """In the socket module's form."""
     started: float
     """time.perf_counter() at the command's start."""
     descriptor: int | None = None

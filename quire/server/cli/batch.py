@@ -63,8 +63,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 class BatchClient:
-    """Methods raise EngineError."""
-
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
@@ -92,7 +90,6 @@ class BatchClient:
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
-        """Answers first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):

@@ -53,7 +53,7 @@ async def open_engine_app(
 
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
-    """Path of a Unix socket. Raises the engine's start errors."""
+    """Yields the path of a Unix socket. Raises the engine's start errors."""
     # only this user can enter the socket's folder, so no keys are needed
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)

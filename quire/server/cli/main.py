@@ -79,7 +79,6 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""If not named like the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

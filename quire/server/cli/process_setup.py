@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server")
 
 INTERRUPTED_STATUS = 130
-"""If a signal ends the process at once."""
 MIN_OPEN_FILES = 64
 """Server and engine cannot start with fewer."""
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40
-"""Files besides connections."""
 
 
 def open_standard_streams() -> None:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Errors that name one of these may be due to a lack of memory."""
 _GC_THRESHOLDS = 5000, 10, 20
 """The collector frees little of what requests hold. In two rounds of 16 beam searches of 64 beams, Python's defaults
 scanned all objects 34 times, 20 to 30 ms each; these did twice.

@@ -13,7 +13,6 @@ from quire.engine.unsupported_options import suggest_nearest
 
 
 def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
-    """`key`: the parsed argument's name for --api-key."""
     default = "" if url is None else " (default: %(default)s)"
     cacert_help = "certificate of the server or of an authority to trust in addition to the system's"
     key_help = "API key of the server; default: the variable OPENAI_API_KEY"

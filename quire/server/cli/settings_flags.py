@@ -41,8 +41,6 @@ COMMON_SETTINGS = (
 
 
 class _HelpAction(argparse.Action):
-    """`=all` also prints the uncommon flags."""
-
     uncommon_actions: list[argparse.Action]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
@@ -58,7 +56,6 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """The parser must have no --help."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -197,7 +194,6 @@ def bounded_number(
 
 
 def _field_argparse_kwargs(field: FieldInfo) -> dict[str, Any]:
-    """argparse keeps text, which the model validates, and sets nothing for a missing flag."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:

@@ -151,7 +151,6 @@ def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def _merge_object(
     parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """`parts`: dotted keys with values."""
     merged = _parse_json_or_text(values[-1]) if values else {}
     if not isinstance(merged, dict):
         parser.error(

@@ -41,7 +41,6 @@ SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
 )
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
 CHUNK_TOKENS = 7
-"""Step size for the check of chunked prefill."""
 KILL_AFTER_OUTPUTS = 8
 
 
@@ -52,9 +51,7 @@ class CheckResult:
     requests: int
     tokens: int
     differing: int
-    """Requests whose tokens differ from those computed alone."""
     exercised: bool
-    """The subject of the check, such as preemption, occurred."""
 
     @property
     def has_passed(self) -> bool:
@@ -129,7 +126,6 @@ class Verification:
         self._expected_tokens: TokensByRequest = {}
 
     async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
-        """Raises ConfigError or EngineError."""
         model = read_model_config(resolve_model_with_overrides(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):

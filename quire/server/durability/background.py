@@ -16,7 +16,6 @@ from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]
-"""Owner and id."""
 MAX_ABANDONED = 16
 """Answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
@@ -33,9 +32,7 @@ class RunningAnswer:
     writer: AnswerWriter
     close: Callable[[], None]
     events: list[bytes] | None
-    """By sequence number; None if the answer cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set on new events, then replaced."""
     has_ended: bool = False
     can_restart: bool = False
     """The answer may be computed later, so readers get no error event."""
@@ -87,7 +84,6 @@ class Background:
         return self._running_answers.get(key)
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """Returns JSON; None if no process runs the answer."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -204,7 +200,6 @@ class Background:
         running.task.add_done_callback(release_abandoned)
 
     async def cancel_answer_if_running(self, key: AnswerKey) -> bool:
-        """Waits for the answer's end."""
         running = self._running_answers.get(key)
         if running is None or running.task is None:
             holder = await self._find_other_holder(key)

@@ -44,7 +44,7 @@ from quire.server.store.progress import CallProgress
 STREAM_ID = "X-Stream-Id"
 """For a resumable stream: GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""Fingerprints of everything that computed the stream, if there are several."""
+"""Fingerprints of all that computed the stream, if several."""
 
 
 class DurableRequest(ABC):
@@ -65,12 +65,12 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
-        """The Idempotency-Key names a stored background response."""
+        """The Idempotency-Key belongs to a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """This process repeats the answer without a caller."""
+        """This process repeats the answer, and nobody reads it."""
         return False
 
     @property
@@ -131,7 +131,6 @@ class DurableRequest(ABC):
         """The answer failed before any of it was sent: its Idempotency-Key is free again."""
 
     def take_over_error(self) -> HTTPException | None:
-        """For readers of an answer that another request took over."""
         return still_answering_error() if self.has_idempotency_key else None
 
 
@@ -257,7 +256,7 @@ class JournaledRequest(DurableRequest):
 
     @property
     def _computed_by(self) -> tuple[str, ...]:
-        """The reader may have tokens from any of these."""
+        """The reader may have tokens from any of them."""
         return () if self.resumed is None else all_compute_fingerprints(self.resumed, self._compute())
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:

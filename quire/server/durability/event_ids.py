@@ -50,9 +50,7 @@ class EventIdWriter(AnswerWriter):
         """Counts by kind; `_kind_count` has the current one, because a list touches more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
-        """The current kind, its number of events, and how many the reader has seen."""
         self._event_template = b""
-        """Bytes format of a count and an event."""
         self._text_event_template: bytes | None = None
         """Bytes format of a count and a text's JSON, for a single choice; None while the reader is ahead."""
         self._switch_event_kind(0)

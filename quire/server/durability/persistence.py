@@ -39,7 +39,6 @@ STATUS_TOPIC = "standing"
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
-"""Time between checks for ended processes' work."""
 _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
 """While more is due, pauses let others use the disk."""
@@ -55,7 +54,6 @@ class Persistence:
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
-    """(owner, id) of background responses to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
         """Restarts a background response whose engine is gone or whose model was unloaded. If this process ends first,

@@ -32,9 +32,7 @@ from quire.server.store.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"
-"""A ResumedCall."""
 CLAIMS_SCOPE_KEY = "quire.claims"
-"""The request's list of Claims."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
@@ -45,15 +43,14 @@ KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
 _MAX_RUNNING_SECONDS = 86_400.0
 """Then the call's row expires."""
 _CLAIM_POLL_SECONDS = 0.05
-"""Between checks whether another attempt can be taken over."""
 _SAVE_INTERVAL_SECONDS = 1.0
-"""Unsaved tokens are recomputed."""
+"""Tokens not saved are recomputed."""
 _SAVES_PER_LOGGED_CALL = 5
 """Calls in the write-ahead log join every fifth save; only a power cut loses their unsaved tokens."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""Apply while the store is unreachable."""
+"""Used while the store cannot be reached."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Asked of other API processes: stop answering a call; is it being answered?"""
+"""Questions to other API processes: stop answering a call; is it being answered?"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,7 +59,6 @@ class Claim:
 
     owner: str
     name: str
-    """The key, or the call's id."""
     expires_at: float
     attempt: int = 0
 
@@ -73,7 +69,6 @@ class RunningCall:
     retention_seconds: float
     """Counted from its end."""
     close_generation: Callable[[], None] | None = None
-    """None after its end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
     log_number: int = 0
@@ -299,7 +294,7 @@ class ResumableCalls:
                 outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
-        """A stream waits here while the store's process is replaced. Calls.put is idempotent."""
+        """A stream waits while the store's process is replaced; repeating Calls.put is harmless."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
                 return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
@@ -307,7 +302,7 @@ class ResumableCalls:
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
     def mark_stored_unfinished(self, owner: str, id: str) -> None:
-        """Until `forget_call`, no other process considers the response abandoned."""
+        """Until `forget_call`, the response is not considered abandoned."""
         if (running := self._running.get((owner, id))) is not None:
             running.is_stored_response = True
 
@@ -328,7 +323,6 @@ class ResumableCalls:
                 log.error("streams: data_dir cannot be written: %s", error)
 
     async def _save_progress(self, *, last: bool = False) -> None:
-        """`last`: save everything."""
         if self._save_future is not None:  # a cancelled save must not land after this one
             await asyncio.wait({self._save_future})
         now = clock.time()

@@ -114,7 +114,6 @@ class ResumableOutputs(WrappedOutputs):
                 yield [single]
 
     def _record_first_cached_tokens(self, output: EngineCoreOutput) -> int:
-        """Returns the number of cached prompt tokens that the first attempt reported."""
         cached_counts, index = self.progress.cached, self._index_by_id[output.id]
         if cached_counts[index] < 0:
             cached_counts[index] = output.cached_tokens
@@ -159,7 +158,6 @@ def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logp
 
 
 def _split_into_single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """The first output keeps the prompt's fields, the last one the finish."""
     logprobs = output.logprobs
     singles = [
         EngineCoreOutput(output.id, [id], None if logprobs is None else [logprobs[at]])

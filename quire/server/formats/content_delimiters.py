@@ -12,10 +12,8 @@ class ContentDelimiters:
     begin: str
     other_begins: tuple[str, ...]
     later_begins: tuple[str, ...]
-    """Begin content after another part."""
     ends: tuple[str, ...]
     close: str
-    """Text between content and the answer's end."""
 
 
 class ContentExtractor:

@@ -157,7 +157,6 @@ class _RegexWriter:
 
 
 def _unescape_lark_string(text: str) -> str:
-    """Lark's escapes are Python's."""
     try:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError:

@@ -18,7 +18,7 @@ class ReasoningFormat:
     end: str
     begin_space: str = ""
     generation_prompt: str = ""
-    """The prompt's end, if it is repeated before each part of an answer: <|start|>assistant."""
+    """The prompt's end if each part of an answer begins with it: <|start|>assistant."""
     later_begin: str = ""
     """Start of later spans, if other than `begin`."""
 
@@ -79,7 +79,7 @@ def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark after one of these is only mentioned."""
+"""A mark after one of these is only quoted."""
 
 
 class ReasoningParser:
@@ -102,7 +102,6 @@ class ReasoningParser:
         self._pending_space = ""
         """Belongs to the thinking only if more follows."""
         self._has_thought = False
-        """The open span has text."""
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -179,7 +178,6 @@ class ReasoningParser:
             yield
 
     def _stream_characters_as_content(self, count: int) -> str:
-        """Returns the last character."""
         text = self._source.take_text(count)
         self._add_content(text)
         self._count_and_reset_taken_text()

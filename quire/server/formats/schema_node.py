@@ -22,7 +22,6 @@ DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas"})
 """Their values map names to schemas."""
 VALUE_KEYWORDS = frozenset({"const", "enum", *ANNOTATION_KEYWORDS})
-"""Their values are not schemas."""
 TYPE_BY_KEYWORD = {
     "properties": "object",
     "additionalProperties": "object",
@@ -90,7 +89,6 @@ class SchemaNode:
         return self._any_of_node(schemas)
 
     def property_entries(self) -> list[tuple[str, SchemaNode, bool]]:
-        """(name, schema, required) of each declared property."""
         objects = list(self._object_schemas())
         names = dict.fromkeys(name for schema in objects for name in _mapping_or_empty(schema.get("properties")))
         required = [_list_or_empty(schema.get("required")) for schema in objects]

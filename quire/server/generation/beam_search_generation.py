@@ -50,11 +50,9 @@ class BeamSearchGeneration(Generation):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Beam search does not count them."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """Yields one step, or none if closed before."""
         n, limit = self.request.params.n, self.request.timeout
         try:
             async with asyncio.timeout(limit):
@@ -111,7 +109,6 @@ class BeamSearchGeneration(Generation):
     async def _request_next_tokens(
         self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
     ) -> list[EngineCoreOutput]:
-        """After a close or cancellation, returns fewer outputs than beams."""
         request = self.request
         num_alternatives = max(2 * request.params.n, request.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)

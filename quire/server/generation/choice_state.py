@@ -31,9 +31,9 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     """They begin in `text`; only if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string, or the id from stop_token_ids."""
+    """The stop string, or an id of stop_token_ids."""
     token_ids: Sequence[int] = ()
-    """Since the last delta, including the one that ended the answer."""
+    """Ids since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
     """Only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
@@ -56,7 +56,7 @@ class ChoiceState:
         """The generation sets this, `end_reason` and the two times."""
         self.end_reason = ""
         self.first_token_time: float | None = None
-        """`time.monotonic()`, like `last_token_time`."""
+        """`time.monotonic()`, as `last_token_time`."""
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
@@ -96,7 +96,6 @@ class ChoiceState:
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
-        """None: nothing to show yet."""
         output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
@@ -133,7 +132,7 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """True: a repetition ends the answer."""
+        """True if a repetition ends the answer."""
         if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
@@ -203,7 +202,7 @@ class ChoiceState:
 
 
 def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
-    """The engine reports as many alternatives as any part of the request needs."""
+    """The engine reports as many alternatives as some part of the request needs."""
     return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 

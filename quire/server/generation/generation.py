@@ -27,9 +27,7 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int | None = None
     metrics: Mapping[str, float | None] | None = None
-    """See `timing_metrics`; only if requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
-    """One per prompt, if known."""
     first_token_time: float | None = None
     """`time.monotonic()`."""
 
@@ -39,7 +37,7 @@ class Usage:
 
     @property
     def cache_miss_fields(self) -> dict[str, object]:
-        """Tokens that were computed again, the main reason and the seconds; empty if none."""
+        """Tokens computed again, main reason and seconds; empty if none."""
         reasons = Counter[str]()
         for report in self.prefix_reports:
             reasons.update(dict(report.tokens_by_reason))

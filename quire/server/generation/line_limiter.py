@@ -16,7 +16,7 @@ class LineLimiter:
         self._rule = rule
         self._deadline: float | None = None
         self._indent: int | None = None
-        """The current line's; None after its indentation, and in the first line."""
+        """None after the current line's indentation, and in the first line."""
         self._num_characters = 0
         self._num_ids = 0
         self._num_offsets = 0

@@ -21,7 +21,6 @@ class MessageDeltaStream:
     """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
-        """`text` must have no stop strings."""
         self._text_stream = text
         self._parser = parser
         self._include_stop = params.include_stop_str_in_output
@@ -31,9 +30,7 @@ class MessageDeltaStream:
         self._raw_tail = ""
         self._text_length = 0
         self._decided_length = 0
-        """These characters cannot begin a stop string."""
         self._pending_offsets: list[int] = []
-        """Starts of tokens not yet emitted."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -104,7 +101,6 @@ class MessageDeltaStream:
 
 
 def _split_into_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """The last output has the finish reason; other fields are dropped."""
     if len(output.new_ids) < 2:
         return [output]
     *first, last = output.new_ids

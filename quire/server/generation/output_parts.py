@@ -28,7 +28,6 @@ class OutputPart:
     function_name: str = ""
     text_pieces: list[str] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
-    """Set if log probabilities were requested."""
 
     @property
     def text(self) -> str:
@@ -40,7 +39,6 @@ class OutputParts:
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
         self._pending_tokens: list[AnswerToken] = []
-        """Their text has not come yet."""
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
         """Yields (part, piece). A new part ends the previous one."""

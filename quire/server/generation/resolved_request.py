@@ -16,12 +16,12 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.response_store import StoredItem
 
 QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
-"""labels: each label's probability among all tokens; shares: among the labels."""
+"""labels: a label's probability among all tokens; shares: among labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionQuestion:
-    """Answered by one token. From /v1/decisions, or from /v1/score with label_token_ids."""
+    """One token answers it."""
 
     type: QuestionType
     name: str | None
@@ -32,10 +32,7 @@ class OptionQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesApiFields:
-    """Fields that do not affect generation."""
-
     echoed_fields: bytes
-    """A JSON object."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Tool name to (namespace, name in it)."""
     encrypts_reasoning: bool = False
@@ -43,7 +40,6 @@ class ResponsesApiFields:
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """This request's items to store or cache."""
     cache_for_websocket: bool = False
     """Keep the response in memory for the WebSocket's next request."""
     previous_id: str | None = None
@@ -58,13 +54,12 @@ class Prompt:
     text: str | None = None
     """For `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
-    """Each id's start in `text`, in characters; empty if not needed."""
+    """Each id's start in `text`, in characters; may be empty."""
     spans: tuple[MediaSpan, ...] = ()
     """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
     """Content of the spans, each image once."""
     adaptations: str = ""
-    """How the conversation was adapted to its template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +79,13 @@ class LineRule:
     min_indent: int = 0
     """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
     max_seconds: float | None = None
-    """Once this long after the first token, the answer ends at the next newline."""
+    """After this time since the first token, the answer ends at the next newline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Made by the station `authorize`."""
-
     tenant: str = ""
     weight: float = 1.0
-    """Scheduling share."""
     priority: int = 0
     cache_salt: str = ""
     """Already specific to the tenant."""
@@ -115,9 +107,9 @@ class AnswerIdentity:
     created: int = 0
     """Unix time in seconds."""
     seed: int | None = None
-    """From the body, or drawn so that the answer can be recomputed."""
+    """The body's, or drawn so that the answer can be recomputed."""
     resumable: bool = False
-    """Events are numbered and reproducible: each token is one step."""
+    """Events are numbered and reproducible: each token is a step."""
     num_earlier_attempts: int = 0
     cache_diagnosis: CacheDiagnosis | None = None
     """Compares with an earlier answer's prompt, if the body requests it."""
@@ -128,7 +120,6 @@ class AnswerIdentity:
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
     field: str
-    """The request field it came from."""
     grammar: Grammar
     headers: Mapping[str, str]
 
@@ -139,7 +130,6 @@ class ResolvedRequest:
 
     id_prefix: str = ""
     body_id: str = ""
-    """The body's request_id."""
     model: str
     body_priority: int = 0
     body_cache_salt: str = ""
@@ -202,9 +192,8 @@ class GenerationRequest(ResolvedRequest):
     num_returned: int
     """A whole answer returns this many choices per prompt, the most likely ones; at most n."""
     session_id: str = ""
-    """The caller's name for the conversation."""
     keep_seconds: float = 0.0
-    """How long to pin the conversation's KV blocks."""
+    """How long to keep the conversation's KV blocks."""
     checked_grammar: CheckedGrammar | None = None
 
     beam_search: bool = False
@@ -225,7 +214,6 @@ class GenerationRequest(ResolvedRequest):
     prompt_logprobs: int | None = None
     """Alternatives per prompt token; None omits the field."""
     return_token_ids: bool = False
-    """For prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
@@ -274,7 +262,7 @@ class GenerationRequest(ResolvedRequest):
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def system_fingerprint(self, model_fingerprint: str) -> str:
-        """Adds the adapter's digest, which determines tokens too, to ServedModel.fingerprint."""
+        """Adds the adapter's digest, because adapters change tokens."""
         known, _, promise = model_fingerprint.rpartition("_")
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 

@@ -31,7 +31,6 @@ class SamplingGeneration(Generation):
         loop_work_pacer: EventLoopWorkPacer,
         timeline: Timeline | None,
     ) -> None:
-        """`engine_requests`: one per choice, in index order."""
         super().__init__(request, tokenizer, metrics)
         self._choices_by_id = {each.id: choice for each, choice in zip(engine_requests, self._choices, strict=True)}
         self._outputs = outputs

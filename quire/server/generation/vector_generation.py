@@ -22,7 +22,6 @@ class VectorInput:
     ids: list[int]
     params: PoolingParams
     spans: tuple[MediaSpan, ...] = ()
-    """These ids are images' placeholders."""
     images: tuple[Image, ...] = ()
 
 
@@ -64,13 +63,10 @@ VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
 
 
 class VectorGeneration:
-    """Call `collect_vectors` once; call `close` at any time."""
-
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """Keyed by unfinished request."""
         self._request_ids = list(self._open_prompt_tokens)
         self._outputs = outputs
 

@@ -22,15 +22,15 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bounds a request line with headers, a chunk's line with extensions, and trailers."""
+"""Limit for a request line with headers, a chunk's line with extensions, and trailers."""
 MAX_HEADERS = 256
 """With trailers. Each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
-"""Bounds head, chunk lines with extensions, and trailers together."""
+"""Limit for head, chunk lines and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
 """This many body bytes allow one more framing byte, so chunks of 24 bytes and more are never refused."""
 MAX_PIPELINED_REQUESTS = 100
-"""Reading pauses while requests wait, but a single read could bring thousands."""
+"""Reading pauses while requests wait, but one read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
 """Must arrive per read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
@@ -50,7 +50,7 @@ class ConnectionTimeouts:
     """Counts clients beyond the write timeout in `slow_readers`."""
 
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
-        """Unless the timer is cancelled, the client is disconnected."""
+        """Disconnects the client unless the timer is cancelled."""
         return loop.call_later(self.write_timeout, self._disconnect_slow_reader, transport)
 
     def _disconnect_slow_reader(self, transport: BatchingTransport) -> None:
@@ -129,21 +129,20 @@ class HttpConnection(HttpToolsProtocol):
         self._received_bytes = 0
         """Bytes of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
-        """Without bytes received with the previous request's end."""
+        """Excludes bytes received with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
-        """Since the last piece with a body byte."""
+        """Bytes since the last piece with a body byte."""
         self._num_headers = 0
         self._body_chunks: list[bytes] = []
-        """Chunks in the data being parsed, passed on together."""
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        """Runs until the client reads sent data."""
+        """It runs until the client reads sent data."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """The request answered now or last; `cycle` was received last."""
+        """The request answered now or last. `cycle` is the one received last."""
         self._is_refused = False
-        """Read nothing more; send the refusal after the answers to earlier requests."""
+        """Nothing more is read, and the refusal follows the answers to earlier requests."""
 
     # Receiving
 
@@ -307,7 +306,7 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Waits for the answers to earlier requests. Sends nothing if a response has begun."""
+        """Waits for answers to earlier requests. Sends nothing if a response has begun."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)

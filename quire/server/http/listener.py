@@ -22,7 +22,6 @@ UNPROTECTED_WARNING = (
 
 @contextmanager
 def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
-    """Removes a Unix socket's file at the end. Raises ConfigError."""
     listener = bind_or_explain(config)
     with listener:
         bound_file = None if config.uds is None else _file_identity(config.uds)

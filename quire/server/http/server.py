@@ -95,7 +95,6 @@ def _is_runtime_busy(runtime: ModelRuntime) -> bool:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError."""
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
     if config.ssl_certfile is None:
         if any(files.values()):
@@ -122,6 +121,5 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """OpenSSL would only report "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

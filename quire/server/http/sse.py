@@ -19,7 +19,6 @@ from quire.server.http.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
-"""Logged status if the client has left."""
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 EVENT_STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
@@ -129,7 +128,6 @@ class EventStream(EventSourceResponse):
 
 @asynccontextmanager
 async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
-    """Also calls `close` at the end."""
     watcher = asyncio.create_task(_close_when_disconnected(receive, close))
     try:
         yield

@@ -29,7 +29,6 @@ _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
 """Linux ends a connection that does not acknowledge data, such as a ping, for this long."""
 _CLOSE_SECONDS = 2.0
-"""Time to wait for the client's close frame."""
 
 
 class WebSocketConnection(WSProtocol):
@@ -61,7 +60,6 @@ class WebSocketConnection(WSProtocol):
         self._going_away = asyncio.Event()
 
     def take_over(self, transport: asyncio.Transport, head: bytes) -> None:
-        """Continues an HTTP connection. `head`: the handshake."""
         self.connection_made(transport)
         super().data_received(head)
 
@@ -145,7 +143,6 @@ class WebSocketConnection(WSProtocol):
         self.transport.close()
 
     def handle_close(self, event: events.CloseConnection) -> None:
-        """Answers malformed frames with their code."""
         if not self.close_sent and self.conn.state is ConnectionState.OPEN:
             self.transport.write(self.conn.send(event.response()))
         super().handle_close(event)

@@ -15,7 +15,7 @@ from quire.engine.common import clock
 log = logging.getLogger("quire.server")
 
 MAX_BUFFERED_BYTES = 16 * 1024
-"""More is written at once, so that backpressure shows."""
+"""Larger buffers are written at once, so that backpressure shows."""
 
 LINGER_SECONDS = 10.0
 """Lets a client that still sends read its refusal."""
@@ -42,7 +42,7 @@ class WriteBatcher:
 
 
 class BatchingTransport(asyncio.Transport):
-    """Buffers writes until the loop's turn ends. Has only the methods that uvicorn uses."""
+    """Buffers writes until the loop's turn ends, with only the methods that uvicorn uses."""
 
     __slots__ = (
         "_buffer",
@@ -62,7 +62,6 @@ class BatchingTransport(asyncio.Transport):
         write_batcher: WriteBatcher,
         is_client_sending: Callable[[], bool] = _always_false,
     ) -> None:
-        """`is_client_sending`: True in the middle of a request."""
         super().__init__()
         self._transport = transport
         self._loop = loop
@@ -70,7 +69,7 @@ class BatchingTransport(asyncio.Transport):
         self._is_client_sending = is_client_sending
         self._buffer = b""
         self._is_lingering = False
-        """Writes nothing more, and drops input."""
+        """Input is dropped, and nothing more written."""
         self.writable = True
         self.last_chunk_time = 0.0
         """time.monotonic()."""
@@ -124,7 +123,7 @@ class BatchingTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """`protocol` takes over the connection; nothing more is written here."""
+        """`protocol` takes over the connection."""
         self.flush_buffer()
         self.release_references()
         self._transport.set_protocol(protocol)
@@ -135,7 +134,6 @@ class BatchingTransport(asyncio.Transport):
         self._transport.abort()
 
     def release_references(self) -> None:
-        """Breaks reference cycles."""
         self.writable = False
         self._buffer = b""
         self._is_client_sending = _always_false

@@ -22,13 +22,10 @@ from quire.engine.images.image_decoding import MAX_FILE_BYTES, image_error
 from quire.server.access.host_addresses import matches_any_host_pattern
 
 FETCH_TIMEOUT = 10.0
-"""Seconds per image, including redirects."""
 MAX_REDIRECTS = 3
 MAX_TOTAL_BYTES = 48 << 20
-"""Per request."""
 MAX_FETCHING_REQUESTS = 64
 _MAX_CONNECTIONS = 4
-"""Per request."""
 _NUM_LOOKUP_THREADS = 4
 """An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
@@ -37,7 +34,6 @@ _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
 )
-"""IPv6 networks that embed IPv4 addresses."""
 
 
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
@@ -191,7 +187,6 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """Returns the content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:

@@ -24,7 +24,6 @@ class AddedModels:
         self._config = config
 
     def load_entries(self) -> list[ModelEntry]:
-        """Logs and skips invalid models."""
         entries = []
         for name, settings in self._read_settings().items():
             try:

@@ -39,7 +39,6 @@ _PROCESS_OVERHEAD_BYTES = 256 * 2**20
 """An engine's memory without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
-"""Requests get a failed load's error for this long."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,11 +46,9 @@ class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
     num_open: int = 0
-    """Requests that need the model awake."""
     waiting_since: float = 0.0
     """Monotonic time; 0 if no request waits."""
     last_used_at: float = 0.0
-    """Monotonic time of a request's arrival or end."""
     awake_since: float = 0.0
     is_loading: bool = False
     failure: QuireError | None = None
@@ -113,7 +110,6 @@ class ModelManager:
         raise model_not_found_error(name, [each for member in self.managed_models for each in member.served_names])
 
     def add_model(self, entry: ModelEntry) -> ManagedModel:
-        """Raises InvalidRequest if a name is taken."""
         for name in (*entry.config.model_names, *configured_adapter_names(entry.config)):
             if any(name in member.served_names for member in self.managed_models):
                 raise InvalidRequest(

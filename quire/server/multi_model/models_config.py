@@ -37,7 +37,6 @@ _MODEL_SETTINGS = {
     "default_chat_template_kwargs",
     "chat_template_content_format",
 }
-"""Settings of a model; all others are the server's."""
 _PRESET_KEYS = ("system", "parameters")
 """A table that names another as its model is an alias, and may have only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
@@ -47,8 +46,6 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ModelsFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory is in GiB."""
-
     memory: Annotated[float, Meta(gt=0)] | None = None
     idle_seconds: _Seconds = 600.0
     slice_seconds: _Seconds = 10.0
@@ -76,7 +73,6 @@ class ModelsConfig:
     entries: tuple[ModelEntry, ...]
     """At least one; the first is the default, loaded at the start."""
     memory_limit_bytes: int | None
-    """Bounds awake models; None: unlimited."""
     slice_seconds: float
     """A model with open requests makes room only after this time."""
     defaults: ModelsFileOptions
@@ -95,7 +91,6 @@ class ModelsConfig:
 
 
 def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
-    """`flags`: settings of every model. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -117,7 +112,6 @@ def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
 def parse_model_tables(
     where: str, tables: Mapping[str, Mapping[str, Any]], options: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelsConfig:
-    """`where`: prefix of errors. Raises ConfigError."""
     aliases = {name: table for name, table in tables.items() if table.get("model") in tables and table["model"] != name}
     entries = [
         _parse_entry(f"{where}: {name}", name, _without_preset_keys(table), options, flags)

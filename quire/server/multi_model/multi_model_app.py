@@ -38,7 +38,6 @@ router = APIRouter(include_in_schema=False)
 class _ModelNameBody(msgspec.Struct):
     model: str | None = None
     name: str | None = None
-    """Ollama's older clients send this."""
 
 
 class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,7 +46,6 @@ class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class _LoadBody(_ModelChangeBody):
     settings: dict[str, Any] | None = None
-    """A new model's settings."""
 
 
 class _UnloadBody(_ModelChangeBody):

@@ -50,19 +50,15 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/api/generate": ("system", {}),
     "/tokenize": ("messages", {"chat_template_kwargs": "chat_template_kwargs"}),
 }
-"""The system message's field, and parameters' names, by path."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
     system: str | None
-    """Used for requests without a system message."""
     parameters: Mapping[str, Any]
-    """Defaults by their names in a chat."""
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
-    """`where`: prefix of errors. Raises ConfigError."""
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise ConfigError(f"{where}: system: must be a text")
     if not isinstance(parameters, dict):

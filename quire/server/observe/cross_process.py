@@ -35,7 +35,7 @@ class CrossProcessObserver:
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
         self.recent_prompts: RecentPrompts | None = None
-        """Like http_metrics, not of one model."""
+        """Belongs to the server, not to one model, like http_metrics."""
         self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver
@@ -95,7 +95,6 @@ class CrossProcessObserver:
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
-        """Searches all processes."""
         arguments = tenant, salt, session
         turns_found = [
             self.find_own_last_turn(*arguments),

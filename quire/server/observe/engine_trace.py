@@ -18,7 +18,6 @@ from quire.server.encoding import encode_json
 ENGINE_PID, REQUESTS_PID = 1, 2
 """Viewers show a group of tracks per process id."""
 FIRST_STEP_TRACK = 1
-"""Further engines use the next tracks."""
 TraceEvent = dict[str, Any]
 
 
@@ -40,7 +39,6 @@ async def record_trace(history: RequestHistory, seconds: float) -> bytes:
 def build_trace(
     steps: Sequence[StepEntry], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
 ) -> dict[str, Any]:
-    """`began`, `ended`: time.monotonic()."""
     overlapping = [each for each in timelines if (each.ended_at or ended) > began and each.submitted_at < ended]
     window = _RecordingWindow(began, ended)
     events = [*_track_name_events(replicas), *_request_events(overlapping, window)]

@@ -41,12 +41,12 @@ OPERATION_NAMES = {
     "embd": "embeddings",
     "pool": "embeddings",
 }
-"""By id prefix. The conventions do not name scores, rankings and labels."""
+"""Operation names by id prefix. The conventions lack scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
 
 
 def operation_name(internal_id: str) -> str:
-    """The id's prefix is the default. `internal_id`: a call's or a sequence's."""
+    """Defaults to the id's prefix."""
     kind = internal_id.replace("_", "-").partition("-")[0]
     return OPERATION_NAMES.get(kind, kind)
 

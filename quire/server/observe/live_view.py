@@ -20,7 +20,6 @@ PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
 """Bounds the engine's time for views; expensive ones are taken less often."""
 MAX_LISTED_ENGINES = 8
-"""Further engines' memory is omitted."""
 OVERLAP_SECONDS = 4
 """Each `state` repeats these last complete seconds, for streams that missed an event."""
 
@@ -36,7 +35,6 @@ class LiveView:
         self._task: asyncio.Task[None] | None = None
 
     def hello_event(self, facts: dict[str, object]) -> bytes:
-        """`facts`: constants."""
         now = int(clock.time())
         history = [each.to_json() for each in self._rolling_stats.bins_since(now - HISTORY_SECONDS)]
         return _encode_event("hello", {**facts, "now": now, "kept_seconds": HISTORY_SECONDS, "history": history})
@@ -71,7 +69,6 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
-        """None during a long step or an engine's replacement."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()

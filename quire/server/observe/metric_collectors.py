@@ -107,7 +107,6 @@ def build_metric_family(
 
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
-    """The label is the engine's number."""
     engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
 
@@ -118,7 +117,6 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     def per_engine_and_label(
         kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
     ) -> Metric:
-        """`values`: by engine, then by the value of `label`."""
         pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
         values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
         return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
@@ -177,7 +175,6 @@ def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Met
 def data_dir_metrics(
     read_view: Callable[[], DataDirStatus], results: Collection[str], model_name: str
 ) -> Iterator[Metric]:
-    """`read_view`: figures of all processes. `results`: a batch line's possible results."""
     view, model = read_view(), LABELS[:1]
     text = "Batches that have not ended."
     yield build_metric_family(

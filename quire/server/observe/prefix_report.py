@@ -29,7 +29,7 @@ OWN_LOAD_TEXT = "their blocks were evicted; requests of this API key alone have 
 
 
 def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
-    """None if nothing is known. `decode`: only for callers that may read the prompt."""
+    """None if nothing is known. Only callers that may read the prompt pass `decode`."""
     report = timeline.prefix_report
     if report is None:
         return None

@@ -60,7 +60,6 @@ def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[
 
 
 def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
-    """Adapters in use come first."""
     running = {each.name for each in client.adapters(queued=False)}
     waiting = {each.name for each in client.adapters(queued=True)} - running
     states = [(name, "running" if name in running else "waiting" if name in waiting else "idle") for name in names]

@@ -131,7 +131,6 @@ def _explain_sequence(
 def _explain_batches(
     sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
-    """Merges successive steps with equal mates."""
     entries = []
     for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
         run_steps: list[StepEntry] = list(steps)

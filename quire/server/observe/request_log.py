@@ -17,7 +17,7 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""For a path or traceparent, which may have 64 KiB."""
+"""A path or traceparent may have 64 KiB."""
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class RequestRecord:
     internal_id: str | None = None
     """The server's id (chatcmpl-…, msg_…), which begins its sequences' ids."""
     answer_id: str | None = None
-    """`internal_id`, or an id that the caller chose."""
+    """`internal_id`, or the caller's choice."""
     model: str | None = None
 
 
 class RequestLog:
-    """Keeps the latest `capacity` answers. Callers see their own key's answers, admins all."""
+    """Keeps the latest `capacity` answers. Callers see those of their key, admins all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -68,7 +68,6 @@ class RequestLog:
 
     @property
     def records_oldest_first(self) -> list[RequestRecord]:
-        """In the order in which answering began."""
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
@@ -108,7 +107,7 @@ class RequestLogMiddleware:
         end_listeners: Sequence[Callable[[RequestRecord], None]],
         counter: HttpRequestMetrics | None = None,
     ) -> None:
-        """`end_listeners`: called for complete and failed responses."""
+        """`end_listeners` are called for complete and failed responses."""
         self._app = app
         self._end_listeners = end_listeners
         self._counter = counter

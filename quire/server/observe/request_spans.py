@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
-"""vLLM's name."""
 
 
 class RequestSpanExporter:
@@ -42,7 +41,6 @@ class RequestSpanExporter:
         self._histories = histories
 
     def export_request(self, record: RequestRecord) -> None:
-        """Skips requests without an answer."""
         if record.internal_id is None or record.ended_at is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -98,7 +96,6 @@ def create_otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 def _to_unix_nanoseconds(record: RequestRecord, moment: float) -> int:
-    """`moment`: time.monotonic()."""
     return int((record.created_at + moment - record.arrived_at) * 1e9)
 
 

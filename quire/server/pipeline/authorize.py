@@ -50,7 +50,7 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
 
 
 def identify(resolved: ResolvedRequest) -> AnswerIdentity:
-    """The body's request_id or X-Request-Id may choose the answer's id."""
+    """The body's request_id or X-Request-Id may set the answer's id."""
     chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
     seed = None
     if isinstance(resolved, GenerationRequest):

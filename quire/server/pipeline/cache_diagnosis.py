@@ -34,7 +34,7 @@ def record_prompt(request: Request, resolved: GenerationRequest) -> None:
 
 
 def _fingerprint_with_model(request: Request, resolved: GenerationRequest) -> PromptFingerprint | None:
-    """None if the request has no fingerprint or the engine no prefix cache."""
+    """None without a fingerprint or a prefix cache."""
     runtime, adapter = get_runtime(request), resolved.adapter
     if resolved.fingerprint is None or not runtime.info.caches_prefixes:
         return None

@@ -25,7 +25,6 @@ from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written
 
 RESPONSE_CACHE_SCOPE_KEY = "quire.response_cache"
-"""Only requests of a WebSocket have one."""
 
 
 class ResponseCache(Protocol):

@@ -106,7 +106,6 @@ class ChatRequest(GenerationBody):
     tools: ToolList = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: only the first call is kept."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """"none" also sets the template variable enable_thinking to false."""
     include_reasoning: bool = True

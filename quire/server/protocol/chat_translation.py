@@ -42,7 +42,6 @@ CHAT_EXTENSIONS = (
 
 class TranslatableBody(ModelBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {}
-    """This API's names of a chat's fields."""
     accepted_extensions: ClassVar[tuple[str, ...]] = CHAT_EXTENSIONS
 
     def pick_extensions(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ class CompletionRequest(GenerationBody):
     best_of: int | None = Field(None, ge=1)
     """Choices to generate; returns the n with the highest mean log probability per token."""
     suffix: str = ""
-    """The text after the gap, for fill-in-the-middle models."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

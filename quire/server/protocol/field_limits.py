@@ -25,7 +25,7 @@ from quire.engine.common.errors import InvalidRequest
 MAX_FIELDS = 256
 """Per body, including ineffective fields."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""Each of n answers has a copy of logit_bias and stop_token_ids."""
+"""Each of n answers copies logit_bias and stop_token_ids."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Every token of an answer reports all of them."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
@@ -39,9 +39,9 @@ MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256
 MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
-"""Token ids or prompts; the context and MAX_PROMPTS limit them further."""
+"""Number of token ids or prompts; context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
-"""Each takes a token at least, so the context limits them too."""
+"""Each takes at least a token, so the context limits them too."""
 MAX_CONTENT_PARTS = 10_000
 MAX_DOCUMENTS = 10_000
 MAX_TOOLS = 1024
@@ -51,7 +51,7 @@ MAX_DETOKENIZE_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """Refuses a list at its first wrong entry; the others stay unread."""
+    """Refuses a list at its first wrong entry, without reading the others."""
 
     max_entries: int
 

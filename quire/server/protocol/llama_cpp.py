@@ -15,7 +15,6 @@ from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, En
 
 MAX_EXTRA_CHUNKS = 1024
 MAX_NAMES = 128
-"""Bounds `samplers` and `response_fields`."""
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "mirostat": (0,),
@@ -40,7 +39,6 @@ SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
 """A sampler's field, and the neutral value used if `samplers` lacks the sampler."""
 KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
 PENALTIES_SAMPLER = "penalties"
-"""Named without effect: its fields apply anyway."""
 
 Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A token or a text, and a bias.")]
 
@@ -68,7 +66,6 @@ class LlamaCppBody(EngineRequestBody):
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
     seed: int | None = None
-    """-1: random."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool = False
     logit_bias: (
@@ -76,9 +73,7 @@ class LlamaCppBody(EngineRequestBody):
         | Annotated[dict[str, float | bool], MaxEntries(MAX_LISTED_TOKEN_IDS)]
         | None
     ) = None
-    """false: never."""
     grammar: str = ""
-    """GBNF."""
     json_schema: Any = None
     n_probs: int = Field(0, ge=0)
     n_indent: int = Field(0, ge=0)
@@ -127,8 +122,6 @@ class InfillChunk(BodyModel):
 
 class InfillRequest(LlamaCppBody):
     input_prefix: str
-    """The lines before the cursor's."""
     input_suffix: str
     input_extra: Annotated[list[InfillChunk], MaxEntries(MAX_EXTRA_CHUNKS)] = Field(default_factory=list)
     prompt: str = ""
-    """The cursor's line, up to the cursor."""

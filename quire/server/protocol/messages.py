@@ -153,7 +153,6 @@ class CountTokensRequest(TranslatableBody):
     """If missing, the model does not think, as in Anthropic's API, if its template can turn thinking off."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """Older name of output_config.format."""
     cache_control: CacheControl | None = None
 
     @property

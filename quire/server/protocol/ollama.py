@@ -31,7 +31,6 @@ class OllamaMessage(BodyModel):
     content: str = ""
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
-    """Base64."""
     tool_calls: Annotated[list[OllamaCall], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -97,7 +96,6 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     raw: bool = False
     """True: the template does not render the prompt."""
     images: list[str] = Field(default_factory=list)
-    """Base64."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         if (self.model_extra or {}).get("template"):
@@ -123,11 +121,9 @@ class OllamaEmbeddingsRequest(ModelBody):
 
 class OllamaShowRequest(ModelBody):
     name: str | None = None
-    """Older name of model."""
     verbose: bool = False
 
 
 class OllamaPullRequest(ModelBody):
     name: str | None = None
-    """Older name of model."""
     stream: bool = True

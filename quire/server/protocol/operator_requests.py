@@ -22,11 +22,9 @@ class UpdateWeightsRequest(RequestBody):
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
     """Instead of path: rank 0 broadcasts these next, in this order."""
     last: bool = True
-    """After this request, the model is complete and can be served."""
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Open requests continue with the new weights (keep), finish first (wait), or end (abort)."""
     version: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,100}$")] | None = None
-    """Default: a counter."""
 
 
 class WeightsGroupRequest(RequestBody):
@@ -56,9 +54,7 @@ class CallRequest(RequestBody):
 class LoadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_path: str = Field(max_length=4096)
-    """A PEFT folder, or a hub id."""
     load_inplace: bool = False
-    """Replace the adapter served under this name."""
 
 
 class UnloadAdapterRequest(RequestBody):

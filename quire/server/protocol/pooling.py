@@ -43,7 +43,6 @@ class PoolingBody(EngineRequestBody):
     normalize: bool | None = None
     """Alias of use_activation."""
     user: str | None = None
-    """Without effect."""
 
     @property
     def wants_activation(self) -> bool | None:
@@ -56,7 +55,6 @@ class InputBody(PoolingBody):
     ]
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """One of the model's prefixes for inputs, such as "query"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -151,7 +149,6 @@ class RerankRequest(TextPairBody):
     query: str
     documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
-    """0 and None: all."""
     return_documents: bool | None = None
     """Default: true; false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)

@@ -54,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""They would change the answer, so only these neutral values are accepted."""
+"""Other values would change the answer, so only these neutral ones are accepted."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -66,7 +66,7 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; webhooks are not sent"),
 }
-"""What to use instead of, mostly, SGLang's and llama.cpp's parameters."""
+"""Alternatives to unsupported parameters, mostly of SGLang and llama.cpp."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
 """Beam search refuses others."""
@@ -97,9 +97,7 @@ IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
 """Tells how a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
-"""Limit for X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
-"""Limit for X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
 MAX_SESSION_TTL = 86_400.0
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
@@ -295,7 +293,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Another server's prompt ids; empty without them."""
+        """Prompt ids from another server, if any."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property

@@ -18,7 +18,7 @@ def namespaced_tool_name(namespace: str, name: str) -> str:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Base64 for the client to send back; not secret."""
+    """Base64 that the client sends back; not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 

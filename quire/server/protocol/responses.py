@@ -160,7 +160,6 @@ class ResponsesRequest(TranslatableBody):
     stream_options: dict[str, Any] | None = None
     """Without effect, because there is no obfuscation."""
     store: bool | None = None
-    """Default: true if the server stores responses."""
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
@@ -171,7 +170,6 @@ class ResponsesRequest(TranslatableBody):
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
     prompt: Any = None
-    """Not supported."""
 
     @property
     def conversation_id(self) -> str | None:
@@ -179,7 +177,6 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-        """Yields (namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

@@ -66,4 +66,3 @@ class WarmRequest(ModelBody):
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
     """The conversation's requests must have the same."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds from now. Default: the last request's."""

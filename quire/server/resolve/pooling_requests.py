@@ -42,7 +42,6 @@ _CHAT_FIELDS = (
     "truncate_prompt_tokens",
 )
 MAX_VECTOR_NUMBERS = 2**24
-"""Bounds an answer with a vector per token."""
 
 
 def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
@@ -90,7 +89,6 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
-    """Returns None if tokens have no vectors."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size

@@ -34,17 +34,16 @@ class AnswerForm:
     field_names: Mapping[str, str] = field(default_factory=dict)
     """By their names in a chat or completion."""
     allows_receipt: bool = True
-    """False if nobody reads the generated text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGeneration:
-    """Can run once its grammars compile."""
+    """It can run once its grammars compile."""
 
     request: GenerationRequest
     form: AnswerForm
     grammars: Sequence[tuple[str, Grammar]] = ()
-    """Checked in this order. Answers match the last one."""
+    """They are checked in this order; answers match the last one."""
     answer_grammar: AnswerGrammar | None = None
     """Makes the last grammar; None if it cannot be weakened."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)

@@ -119,7 +119,6 @@ def _refuse_document_limit(body: TextPairBody) -> None:
 
 
 def _pair_truncation_limit(body: TextPairBody, model: ServedModel) -> int | None:
-    """Rankings truncate, as in the original APIs; scores only on request."""
     limit = input_truncation_limit(body, model)
     return model.context_length if limit is None and isinstance(body, RerankRequest) else limit
 

@@ -62,7 +62,6 @@ def _parse_request(
 def _text_to_tokenize(
     body: TokenizeRequest, model: ServedModel, config: ServerConfig
 ) -> tuple[RenderedConversation, bool]:
-    """Also returns the default of add_special_tokens."""
     conversation = RenderedConversation(body.prompt or "")
     param = "prompt"
     special = True

@@ -62,7 +62,6 @@ async def _handle_typed_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    """Reports only query parameters: routes read bodies themselves."""
     assert isinstance(error, RequestValidationError)
     details = error.errors()
     message = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in details)

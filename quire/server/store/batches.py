@@ -43,7 +43,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """Lifetime of its files; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -63,7 +62,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class BatchLine(NamedTuple):
     position: int
-    """Processing order in the batch."""
     line_number: int
     byte_offset: int
     length: int
@@ -78,8 +76,6 @@ class LineResult(NamedTuple):
 
 
 class Batches:
-    """Thread-safe. Methods are single transactions, except for many lines or batches."""
-
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
         """`garbage` takes the lines of ended batches."""
         self._database = database
@@ -105,7 +101,6 @@ class Batches:
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
-        """Changes only a batch in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -131,7 +126,6 @@ class Batches:
             return _with_line_counts(connection, batch)
 
     def end(self, owner: str, ended_batch: Batch, files: Sequence[StoredFile]) -> bool:
-        """Returns False, without changes, if it had already ended: two processes may try."""
         was_ended = False
 
         def end_once(now: Batch) -> Batch:
@@ -160,7 +154,6 @@ class Batches:
             return [_with_line_counts(connection, _decode_batch(row)) for row in page[0]], page[1]
 
     def list_open_batches(self) -> list[tuple[str, Batch]]:
-        """(owner, batch), oldest first."""
         query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
             order by owner, created, id limit ?"""
         open_batches: list[tuple[str, Batch]] = []
@@ -222,7 +215,7 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """Returns at most 16 pairs (line number, result)."""
+        """Returns at most 16 (line number, result)."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()

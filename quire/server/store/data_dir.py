@@ -28,14 +28,13 @@ class DataDirStatus:
     counts: Mapping[str, int]
     """Sums of all processes, including ended ones."""
     refusal: str
-    """Why writes fail now; empty if they work."""
+    """Why writes fail now; empty if they succeed."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
     """Sent after the process that owns the data was replaced."""
 
     calls: Sequence[tuple[str, str]] = ()
-    """(owner, id) of the calls that it answers."""
     leads: bool = False
 
 
@@ -54,7 +53,6 @@ class Processes:
         self._sweeper = sweeper
         self._mutex = threading.Lock()
         self._live_processes: dict[str, None] = {}
-        """An ordered set; the first process leads."""
         self._counts_by_process: dict[str, Mapping[str, int]] = {}
         self._ended_counts: Counter[str] = Counter()
 

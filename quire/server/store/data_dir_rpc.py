@@ -73,7 +73,6 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
 """Keys are wire names, which must survive renames."""
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
-"""They contain the method's name."""
 _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
 

@@ -18,11 +18,10 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
-"""A read or write waits this long for another."""
 ROW_OVERHEAD_BYTES = 256
 """Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
-"""`checkpoint` copies a log longer than this."""
+"""`checkpoint` copies a longer log."""
 _AUTOCHECKPOINT_PAGES = 16_384
 """Commits copy a log of this length if `checkpoint` runs too rarely or readers block it."""
 _CHUNK_ROWS = 500
@@ -109,7 +108,7 @@ class Database:
                 raise
 
     def probe_write_error(self) -> str:
-        """Returns why writes fail now; "" if they work. Tries again after a failure."""
+        """Returns why writes fail now, or "". Tries again after a failure."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
                 connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written
@@ -126,7 +125,7 @@ class Database:
 
 
 class _TicketLock:
-    """FIFO: with threading.Lock, a thread can release and reacquire while others starve."""
+    """FIFO: with threading.Lock, one thread can starve the others."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

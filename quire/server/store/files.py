@@ -25,7 +25,6 @@ class StoredFile:
     id: str
     created: int
     expires: int | None
-    """Unix seconds; None: never."""
     bytes: int
     name: str
     purpose: str
@@ -58,7 +57,7 @@ class FileContents:
         return self.folder / id
 
     def write_content(self, id: str, content: BinaryIO) -> None:
-        """Call before Files.add. An OSError leaves nothing behind."""
+        """Call before Files.add. On OSError nothing remains."""
         self.create_empty_content(id)
         try:
             with self.content_path(id).open("r+b") as file:
@@ -74,7 +73,6 @@ class FileContents:
             self.content_path(each.id).unlink(missing_ok=True)
 
     def create_empty_content(self, id: str) -> None:
-        """Readable by this user only."""
         os.close(os.open(self.content_path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
@@ -125,7 +123,6 @@ class Files:
             self._reservations = living
 
     def _available_bytes(self, owner: str, id: str) -> int:
-        """Can be negative."""
         other_reservations = [each for other, each in self._reservations.items() if other != id]
         room = self._budget.available_to_owner(owner) - sum(each.size for each in other_reservations)
         if owner:  # see SharedCapacity.available_to_owner
@@ -198,7 +195,6 @@ class Files:
             return row
 
     def list_expired_files(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
-        """(expiry, owner, id)."""
         query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
             order by expires, owner, id limit ?"""
         with self._database.read_connection() as connection:

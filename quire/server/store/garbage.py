@@ -15,7 +15,6 @@ MAX_TRANSACTION_ROWS = 128
 MAX_TRANSACTION_BYTES = 512 << 10
 """A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
-"""Fewer, because each object has several index entries."""
 GarbageKind = Literal["items", "lines"]
 
 
@@ -27,7 +26,6 @@ class Garbage:
         with database.read_connection() as connection:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
         self.sizes = BytesByOwner({"": int(size)} if size else {})
-        """All bytes count for the owner ""."""
         self._unpublished_numbers: set[int] = set()
         """Entries still being written, which must stay."""
 
@@ -108,7 +106,7 @@ class UnpublishedItems:
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
-    """Returns the bytes freed, and True if no items are left."""
+    """Returns the bytes freed, and whether no items are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -128,7 +126,6 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Returns positions and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

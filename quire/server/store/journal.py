@@ -27,9 +27,8 @@ _IS_UNFINISHED_RESPONSE = (
     "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
 )
 _BEFORE_FIRST = (float("-inf"), "")
-"""Sorts before every call's (end, id)."""
 _EVICTION_STEPS = 2
-"""A new call's first token waits for these transactions."""
+"""A new call's first token waits for them."""
 _UPDATES_PER_TRANSACTION = 16
 CLAIM_SECONDS = 30.0
 
@@ -38,11 +37,9 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     """What an answer depends on besides its request."""
 
     id: str
-    """The server's id."""
     name: str
     """The answer's id if the caller chose it."""
     created: int
-    """Unix seconds."""
     seed: int | None
     adapter: str = ""
     kernels: str = ""
@@ -54,7 +51,7 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     before: tuple[str, ...] = ()
     """Other fingerprints that computed the first tokens."""
     given: str = ""
-    """Digest of weights and prompts, needed to resume; empty in older journals."""
+    """Digest of weights and prompts, needed to resume; empty in old journals."""
     cache_diagnosis: CacheDiagnosis | None = None
 
 
@@ -75,7 +72,6 @@ class ProgressUpdate(NamedTuple):
     id: str
     progress: CallProgress
     expires_at: float
-    """Unix seconds."""
     is_complete: bool
 
 
@@ -83,7 +79,6 @@ class _AttemptClaim(NamedTuple):
     process: str
     attempt: int
     expires_at: float
-    """time.monotonic()."""
 
 
 class Calls:
@@ -100,7 +95,6 @@ class Calls:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes = BytesByOwner(dict(rows))
         self._sweep_position: tuple[float, str, str] | None = None
-        """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
@@ -145,7 +139,6 @@ class Calls:
             return True
 
     def update_progress(self, updates: Sequence[ProgressUpdate], process: str) -> None:
-        """Uses several transactions for many calls."""
         update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
         try:
             for begin in range(0, len(updates), _UPDATES_PER_TRANSACTION):
@@ -164,7 +157,6 @@ class Calls:
                     self.remove_answering_process(each.owner, each.id, process)
 
     def register_answering_process(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
-        """Skips calls that other processes answer."""
         for each in calls:
             self._answering_processes.setdefault(each, process)
 
@@ -204,7 +196,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """Without `include_keyed`, keeps the row of a call with an Idempotency-Key."""
+        """Without `include_keyed`, calls with an Idempotency-Key stay."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:

@@ -18,7 +18,6 @@ class OwnerExecutor:
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(NUM_THREADS, "store")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Keyed by owner, while a call runs."""
 
     async def run_for_owner(self, owner: str, function: Callable[..., Result], *args: object) -> Result:
         """Runs one call per owner at a time, in order. A call completes even if its caller is cancelled."""

@@ -18,7 +18,6 @@ class CallProgress(msgspec.Struct):
 
     ids: list[list[int]] = []
     cached: list[int] = []
-    """Cached prompt tokens, as reported to the caller."""
 
     ends: list[ChoiceFinish | None] = []
     """None: unfinished. Empty in older journals and with logprobs."""

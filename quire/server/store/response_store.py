@@ -50,7 +50,6 @@ class ObjectWithoutItems:
 class ObjectSummary:
     about: dict[str, Any]
     length: int
-    """Bytes of JSON."""
     size: int
     """Stored bytes, including items."""
     count: int
@@ -64,7 +63,7 @@ class ItemPage:
 
 @dataclass(frozen=True, slots=True)
 class ObjectToStore:
-    """Replaces an object with the same id."""
+    """It replaces an object with the same id."""
 
     id: str
     stored: ObjectWithoutItems
@@ -147,7 +146,6 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Returns the conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -200,7 +198,6 @@ class Store:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """Returns (owner, id), including responses of ended processes."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
@@ -223,7 +220,7 @@ class Store:
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Call in a transaction; many rows are purged later. Returns None if unknown."""
+        """Call in a transaction; returns None if unknown."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -251,7 +248,6 @@ class Store:
         self._sizes.add_bytes(owner, -size)
 
     def _evict_objects(self, database: sqlite3.Connection, target: int) -> bool:
-        """An EvictStep."""
         owner = self._sizes.largest_owner()
         freed = 0
         rows = 0

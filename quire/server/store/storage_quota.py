@@ -16,8 +16,6 @@ LOW_WATER_RATIO = 0.95
 
 
 class StorageQuota:
-    """Thread-safe."""
-
     def __init__(
         self,
         database: Database,
@@ -26,7 +24,6 @@ class StorageQuota:
         garbage: Garbage | None,
         new_eviction: Callable[[], EvictStep],
     ) -> None:
-        """`sizes` excludes `garbage`."""
         self._database = database
         self._max_bytes = max_bytes
         self._sizes = sizes
@@ -55,7 +52,6 @@ class StorageQuota:
                     break
 
     def evict_toward_low_water(self) -> bool:
-        """Runs one transaction. Returns True if more can go."""
         over = self.used_bytes - int(LOW_WATER_RATIO * self._max_bytes)
         if over <= 0:
             self._sweep_eviction = self._new_eviction()
@@ -63,7 +59,6 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
-        """Returns (more can go, bytes freed)."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

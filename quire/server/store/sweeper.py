@@ -18,23 +18,19 @@ from quire.server.store.response_store import Store
 log = logging.getLogger("quire.server")
 SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
-"""Bounds the transactions per job and call."""
 _PAUSE_SECONDS = 60.0
-"""Time between passes over expired data."""
 
 
 class ResponseRetention:
     """Responses of earlier versions count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
-        """`seconds`: maximum age; 0: unlimited."""
         self._store = store
         self._seconds = seconds
         with database.read_connection() as connection:
             row = connection.execute("select max(at) from upgrade").fetchone()
         self._upgraded_at: float = row[0] or 0.0
         self._position: tuple[float, int] | None = None
-        """(created, rowid) to continue from; None: the newest due response."""
         if database.was_upgraded and seconds:
             self._log_upcoming_deletions(database)
 
@@ -92,15 +88,11 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 @dataclass(slots=True)
 class _SweepJob:
     run_step: Callable[[], bool]
-    """Runs one transaction. Returns True if more is due."""
     pause: float = 0.0
-    """Seconds between passes."""
     not_before: float = 0.0
 
 
 class Sweeper:
-    """Thread-safe: only one thread sweeps."""
-
     def __init__(
         self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: ResponseRetention
     ) -> None:

@@ -21,7 +21,7 @@ from quire.server.store.progress import ChoiceFinish
 LOG_FILE_PREFIX = "tail-"
 """Begins names of files in --data-dir; the process's name follows."""
 HALF_BYTES = 1 << 21
-"""One half is written while the journal takes over the other."""
+"""While one half is written, the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
@@ -36,7 +36,6 @@ _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
 """XORed into the checksum, so that zeros do not pass."""
 _NUMBER_TYPECODE = "I"
-"""StepTokensRecord.rows has this array typecode."""
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
@@ -52,7 +51,6 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
     number: int
     choice: int
     position: int
-    """Position of the first token."""
     token_ids: Sequence[int]
     finish: ChoiceFinish | None
 
@@ -76,8 +74,6 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 
 class WriteAheadLog:
-    """Call all methods from its process's event loop."""
-
     def __init__(self, folder: Path, process: str) -> None:
         """Raises OSError without disk space or boot id."""
         boot = _read_boot_id()
@@ -129,12 +125,10 @@ class WriteAheadLog:
         return self._is_compacting
 
     def discard_other_half(self) -> None:
-        """Call when the journal has all records from before the switch."""
         self._is_compacting = False
         self._half_positions[1 - self._current_half] = 0
 
     def close_and_delete(self) -> None:
-        """Call when the journal has everything. Later records are dropped."""
         self._half_end = 0
         self._half_positions.release()
         self._memory.close()
@@ -150,7 +144,6 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
-        """Makes everything before `end` valid."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 

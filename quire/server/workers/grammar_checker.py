@@ -26,9 +26,8 @@ from quire.server.workers.worker import JobLimits
 
 _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
-"""Parts of a wrong grammar to check alone."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
-"""For a worker's first grammar, including reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
+"""Limits of a worker's first check, which also reads the vocabulary."""
 
 
 def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:

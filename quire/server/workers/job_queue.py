@@ -13,7 +13,7 @@ from quire.engine.common import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16
-"""Jobs of at least this size never take all workers."""
+"""Larger jobs never take all workers."""
 _BYTES_PER_SECOND = 1e6
 """A job's arrival counts a second later per this many bytes, so large jobs do not delay small ones."""
 
@@ -24,7 +24,7 @@ class WorkerSlotClaim:
     size: int
     grant_future: Future[None]
     is_slow: bool = False
-    """May take seconds, however small it is."""
+    """It may take seconds, whatever its size."""
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     started_at: float = 0.0
 
@@ -52,7 +52,6 @@ class JobQueue:
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
-        """Worker seconds divided by the tenant's weight."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
 
@@ -105,7 +104,6 @@ class JobQueue:
             claim.grant_future.set_result(None)
 
     def _make_sort_key_function(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
-        """Sorts by the tenant's time, with running jobs, then the kind's, then arrival."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:
             tenant, kind = running.tenant_and_class_keys

@@ -64,21 +64,18 @@ class WorkerPool:
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
-        """`adapters`: the model's, a live view. `launch_process` starts the process that forks."""
         self._source = source
         self._launch_process = launch_process
         self._adapters = adapters
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """A tenant gets more only while as many are left to others."""
+        """A tenant gets more only while others keep as many."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
-        """Callers that requested them have left; the next callers take them."""
         self._shutdown_error: Exception | None = None
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks, even if its caller stops waiting."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 

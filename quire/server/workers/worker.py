@@ -46,7 +46,6 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 class JobLimits(msgspec.Struct, frozen=True):
     cpu_seconds: float
     memory_bytes: int
-    """Bounds the worker's growth."""
 
 
 class WorkerJob(msgspec.Struct, frozen=True):
@@ -57,12 +56,11 @@ class WorkerJob(msgspec.Struct, frozen=True):
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """A frame with the pickled result or error follows."""
+    """The pickled result or error follows in a frame."""
 
     succeeded: bool | None
     """False: a QuireError follows. None: a traceback's text follows."""
     is_reusable: bool
-    """The worker stays for more jobs."""
 
 
 decode_worker_started = msgspec.msgpack.Decoder(WorkerStarted).decode
@@ -145,7 +143,7 @@ def _run_job(
 
 
 def private_memory_bytes() -> int:
-    """Memory that only this process can write, limited by RLIMIT_DATA."""
+    """Writable memory of this process only, limited by RLIMIT_DATA."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 

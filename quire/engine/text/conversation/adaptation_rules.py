@@ -58,7 +58,6 @@ class AdaptationRule(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     join: JoinMode = ""
     filler_index: int = 0
-    """In FILLER_TEXTS."""
 
     def label(self, role: str) -> str:
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
@@ -71,7 +70,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """In the order to try. `text_results`: calls are text, so results must be too."""
+    """Yields the order to try. `text_results`: calls are text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

@@ -11,9 +11,9 @@ from quire.engine.text.conversation.text_presence import find_missing_message_in
 from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
-"""Each one bans rules that failed before."""
+"""Each rendering bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""In longer conversations, a refusal is blamed on the last unit."""
+"""Refusals of longer conversations are blamed on the last unit."""
 ADAPTATION_OFF_MESSAGE = (
     "the chat template does not accept this conversation unchanged, and the server runs with --adapt-conversations off"
 )
@@ -24,7 +24,6 @@ class RenderedConversation:
     text: str
     adaptations: Sequence[Adaptation] = ()
     moved_texts: Sequence[str] = ()
-    """Special tokens in these are plain text."""
 
 
 class ConversationRenderer:

@@ -13,13 +13,12 @@ from quire.engine.text.conversation.probe_units import ProbeUnit, make_probe_uni
 from quire.engine.text.conversation.unit_writer import UnitWriter
 
 RenderProbe = Callable[[list[Message], bool, bool], str | None]
-"""(messages, tools, generation prompt) to text; None: refused."""
+"""Maps (messages, tools, generation prompt) to text, or None if refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""Rules or fixes that failed with the conversation's own texts, by unit index."""
+"""Rules or fixes that failed with the conversation's own texts, by unit."""
 
 MAX_CACHED_STATES = 2000
-"""Above this, the cache is cleared."""
 _MAX_STATE_STEPS = 12
 _USER, _ASSISTANT = UnitShape("user"), UnitShape("assistant")
 _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
@@ -30,7 +29,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Rules that allow one of these continuations are preferred."""
+"""Rules that allow one of these continuations go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,8 @@ class ConversationPlan:
 class _AutomatonState:
     steps: tuple[PlanStep, ...]
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
-    """(rule, next state, whether the template accepts it)"""
+    """(rule, next state, whether the template accepts it)."""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
-    """Keyed by whether a generation prompt follows."""
 
 
 class ConversationPlanner:
@@ -68,7 +66,7 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
-        """`prompt`: add a generation prompt; None: continue the last message."""
+        """`prompt`: whether a generation prompt follows; None: the last message is continued."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
@@ -161,7 +159,6 @@ class ConversationPlanner:
     def _rule_suits_and_continues(
         self, steps: tuple[PlanStep, ...], shape: UnitShape, rule: AdaptationRule, tools: bool, *, partly: bool = False
     ) -> tuple[bool, bool]:
-        """`partly`: call arguments may be missing, and texts may be anywhere."""
         trial = self._write_trial_of_steps((*steps, (shape, rule)))
         if trial is None:
             return False, False
@@ -205,7 +202,6 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the template does not show everything."""
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -277,7 +273,7 @@ def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
 
 
 def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
-    """Keeps the first and last exchange and two of any repetition, which templates distinguish."""
+    """Keeps the first and last exchange, and two of each repetition, because templates distinguish these."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchange_starts(rest)]

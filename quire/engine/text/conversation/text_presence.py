@@ -34,7 +34,7 @@ def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list
 
 
 def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
-    """`expected` may appear trimmed, or escaped as JSON or HTML."""
+    """`expected` may be trimmed, or escaped as JSON or HTML."""
     if by_assistant:
         for end in _REASONING_ENDS:
             expected = expected.rpartition(end)[2]
@@ -67,7 +67,7 @@ def _part_texts(content: Any) -> list[str]:
 
 
 def _argument_words(message: Message) -> Iterator[str]:
-    """One word per argument text: spellings differ, and probes prove that all are shown."""
+    """One word per argument: spellings differ, and probes prove that all are shown."""
     rest: list[Any] = [tool_call_function(call).get("arguments") for call in message_calls(message)]
     while rest:
         value = rest.pop()

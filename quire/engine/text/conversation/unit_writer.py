@@ -30,7 +30,6 @@ class WrittenUnit(NamedTuple):
     num_replaced: int
     """Earlier messages that `messages` replace; 1 after merging."""
     moved_texts: list[str]
-    """Moved to another role's message, and calls that became text."""
 
 
 class UnitWriter(NamedTuple):
@@ -38,7 +37,6 @@ class UnitWriter(NamedTuple):
     text_arguments: bool
 
     def write_unit(self, unit: MessageUnit, rule: AdaptationRule, before: Sequence[Message]) -> WrittenUnit | None:
-        """None if the rule does not fit."""
         messages, moved_texts = list(unit.messages), list[str]()
         for fix in rule.fixes:
             apply_fix = _FIX_FUNCTIONS[fix]
@@ -103,7 +101,6 @@ def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dic
 
 
 def _make_short_id(text: str, index: int) -> str:
-    """Nine letters and digits."""
     number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
     digits = []
     for _ in range(_ID_LENGTH):
@@ -170,7 +167,6 @@ def _is_object(arguments: Any, *, text_arguments: bool) -> bool:
 
 
 def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Results without a call come last."""
     matched = match_results_to_calls(MessageUnit(tuple(messages), 0))
     pairs = list(zip(matched, messages[1:], strict=True))
     pairs.sort(key=lambda pair: len(messages) if pair[0] is None else pair[0])

@@ -24,14 +24,13 @@ _default_ids: WeakKeyDictionary[Tokenizer, tuple[tuple[int, ...], ...]] = WeakKe
 
 
 def prepare_default_breakers(tokenizer: Tokenizer) -> None:
-    """Takes half a second for 150,000 tokens."""
     if not isinstance(tokenizer, NullTokenizer):
         with suppress(InvalidRequest):  # raised again when they are requested
             _default_ids[tokenizer] = _find_breaker_ids(DEFAULT_SEQUENCE_BREAKERS, tokenizer)
 
 
 def needs_vocabulary_search(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> bool:
-    """Too long for an event loop."""
+    """An event loop must not wait for the search."""
     return tokenizer not in _default_ids if breakers is None else bool(breakers)
 
 

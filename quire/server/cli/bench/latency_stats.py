@@ -14,14 +14,12 @@ class BenchAnswer:
     """Times are seconds since the request."""
 
     chunk_times: Sequence[float]
-    """Chunks with tokens; at least one."""
     prompt_tokens: int
     completion_tokens: int
     """Number of chunks if the server does not report it."""
 
     @property
     def gaps(self) -> list[float]:
-        """A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -56,12 +54,10 @@ class BenchSummary:
     itl_ms: LatencyDistribution | None
     """Gaps between chunks, over all streams."""
     tpot_ms: LatencyDistribution | None
-    """Time per token after the first, per request."""
     e2e_ms: LatencyDistribution | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Does not interpolate."""
     return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
 
 

@@ -92,18 +92,16 @@ class StreamChunk(msgspec.Struct):
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 BenchJob = tuple[str, bytes]
-"""(path, body)."""
 
 
 @dataclass(slots=True)
 class ReceivedStream:
     sent_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
-    """Seconds since `sent_at`, of chunks with tokens."""
+    """Seconds since `sent_at`. Chunks without tokens do not count."""
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
-        """Raises ValueError for an error or a malformed chunk."""
         chunk = _decode_chunk(data)
         if chunk.error:
             raise ValueError(str(chunk.error))
@@ -204,7 +202,6 @@ class Measurement:
 async def measure_server(
     args: argparse.Namespace, client: StreamClient, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> Measurement:
-    """Raises EngineError if a warm-up request fails."""
     jobs, warming = build_measured_and_warmup_jobs(args, model, dataset)
     try:
         for job in warming:

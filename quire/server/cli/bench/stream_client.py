@@ -19,8 +19,6 @@ MAX_ERROR_CHARACTERS = 200
 
 
 class StreamError(Exception):
-    """`status`: None without an HTTP response."""
-
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status

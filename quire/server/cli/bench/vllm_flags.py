@@ -144,7 +144,6 @@ VLLM_FLAGS = {
 
 
 def apply_vllm_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with status 2 for contradictory or impossible flags."""
     args.url = args.base_url or args.url
     if args.host is not None or args.port is not None:
         host = "127.0.0.1" if args.host in (None, "0.0.0.0") else args.host

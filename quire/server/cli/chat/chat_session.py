@@ -14,10 +14,7 @@ from quire.server.cli.server_client import error_from_response
 
 @dataclass
 class ChatSession:
-    """`options`: fields of every request."""
-
     http: httpx.Client
-    """Its base is /v1."""
     model: str
     options: dict[str, Any]
     system: str | None = None
@@ -26,7 +23,6 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Keeps an interrupted answer. If the server refuses, raises QuireError and drops `text` and the pending
@@ -143,7 +139,6 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
-    """True for content other than a JSON object with these names."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

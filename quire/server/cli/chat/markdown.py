@@ -17,7 +17,6 @@ _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -31,7 +30,6 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """(line, fence open before it, after it)."""
     fence = ""
     for line in lines:
         before, mark = fence, FENCE.match(line)
@@ -85,7 +83,6 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """Cuts a block to the screen's height, but keeps an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

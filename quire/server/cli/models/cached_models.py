@@ -20,7 +20,6 @@ log = logging.getLogger("quire.server.cli.models.cache")
 CACHE_KEYWORD = Path("cache")
 """Value of --models, unless a file has this name."""
 _MEMORY_SHARE = 0.9
-"""Of the memory free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:

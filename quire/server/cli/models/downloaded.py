@@ -20,13 +20,11 @@ _NO_WEIGHTS = "no weights"
 @dataclass(frozen=True, slots=True)
 class DownloadedModel:
     name: str
-    """OWNER/REPO, with tag or file for GGUF."""
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
     path: Path
     ref: str
-    """Branch, tag or commit."""
 
     @property
     def size_bytes(self) -> int:

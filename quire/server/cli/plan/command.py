@@ -55,7 +55,6 @@ _SHOWN_FLAGS = (
     "max_lora_rank",
     "speculative_config",
 )
-"""All other settings are accepted too."""
 
 
 @dataclass(frozen=True, slots=True)

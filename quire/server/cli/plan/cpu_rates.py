@@ -22,7 +22,6 @@ _CPU = Path("/proc/cpuinfo")
 
 class CpuRates(msgspec.Struct, frozen=True):
     bandwidth: float
-    """Bytes per second."""
     flops: float
     """16-bit operations per second."""
     at: float = 0.0
@@ -47,7 +46,6 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """Unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine

@@ -35,7 +35,6 @@ class DraftPlan:
         return self.stored.num_floats * width + self.stored.packed_bytes
 
     def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:
-        """Per request; see worker/loading/drafts/draft_model_loader.py."""
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
 
 
@@ -45,7 +44,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """At least one slot, so that the plan reports what does not fit."""
+    """Counts at least one slot, so that the plan reports what does not fit."""
     try:
         return count_state_slots(
             slot,
@@ -97,7 +96,6 @@ def plan_draft(
 def _count_draft_parameters(
     speculative_config: SpeculativeConfig, raw: Mapping[str, Any], sizes: ModelSizes, served: Mapping[str, Any]
 ) -> int:
-    """Of a draft model, or of a head without the served model's embedding."""
     if speculative_config.method == "draft_model":
         return sizes.num_parameters
     target_layers = read_model_sizes(served).num_layers

@@ -41,25 +41,21 @@ class Estimate:
     config: EngineConfig
     dtype: str
     weight_bytes: int
-    """Whole model."""
+    """The whole model's bytes."""
     weight_source: str
     kv_token_bytes: int
     block_size: int
     block_bytes: int
-    """Of all layers, with what their groups leave unused."""
     block_needs: KVBlockNeeds
-    """Per context, by group of layers."""
     layer_block_bytes: int
-    """One layer, undivided."""
+    """Bytes of one layer, undivided."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
     step_bytes: int = 0
-    """Of the largest step on a GPU, with graphs."""
     num_blocks: int = 0
     """What a server started with `flags` allocates."""
     context: int = 0
     concurrency: int = 0
-    """Full contexts, at most --max-num-seqs."""
     kv_cache_dtype: str = "auto"
     """"auto": `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
@@ -67,7 +63,6 @@ class Estimate:
     adapter_bytes: int = 0
     draft_bytes: int = 0
     state_bytes: int = 0
-    """Recurrent states in all slots."""
     state_shares: StateSlotCounts = ONE_STATE_SLOT
     experts_plan: ExpertsPlan = _NO_EXPERTS
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
@@ -86,7 +81,6 @@ class Estimate:
 
     @property
     def num_fitting_blocks(self) -> int:
-        """0 if the model keeps no KV."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property

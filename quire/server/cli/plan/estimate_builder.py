@@ -42,7 +42,6 @@ _DEFAULTS = EngineConfig()
 def estimate_model(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None = None
 ) -> Estimate:
-    """`stored`: from the checkpoint's headers."""
     return EstimateBuilder(sizes, machine, request, stored).build()
 
 
@@ -64,7 +63,7 @@ class _KVBytesPerToken:
     draft: int
     """On one device."""
     draft_share: int
-    """Per device, if the devices that share a memory share it."""
+    """Bytes per device, if the devices that share a memory share the draft's KV."""
     split: int
     """Number of parts of the model's KV."""
 
@@ -77,7 +76,6 @@ class _KVBytesPerToken:
 class _BlockPlan:
     size: int
     num_bytes: int
-    """Of all layers, with what their groups leave unused."""
     needs: KVBlockNeeds
 
 
@@ -102,7 +100,6 @@ class EstimateBuilder:
         self._expands_weights = machine.expands_weights(request.config.attention_backend)
         self._quantized = None if self._expands_weights else request.config.online_quantization
         self._width = DTYPE_BYTES[self._dtype]
-        """Bytes per activation."""
 
     def build(self) -> Estimate:
         weights = self._plan_weights()
@@ -144,7 +141,6 @@ class EstimateBuilder:
 
     @property
     def _num_devices_sharing_draft(self) -> int:
-        """One rank has a draft model; all ranks have whole heads."""
         return self._machine.devices_per_memory if self._has_separate_draft_model else 1
 
     @property
@@ -173,7 +169,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """At the maximum rank on all linears; on CPUs with cached adapters."""
+        """Counts the maximum rank on all linears; on CPUs also cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:
@@ -273,7 +269,6 @@ def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
 
 
 def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:
-    """Without the largest step itself."""
     if not machine.gpu or config.enforce_eager:
         return 0
     backend = config.attention_backend
@@ -285,7 +280,6 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """On a GPU, with the encoder cache. `width`: bytes per number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:

@@ -20,8 +20,6 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """Per device."""
-
     min_experts: int
     """Per layer, on the device with the fewest."""
     max_experts: int
@@ -32,7 +30,6 @@ class ExpertsPlan:
     memory_bytes: int = 0
     """Part of disk_bytes also kept in memory."""
     token_read_bytes: int = 0
-    """Without what memory keeps."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -50,7 +47,6 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Of the device with the most experts, over an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 

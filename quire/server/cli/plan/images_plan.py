@@ -17,7 +17,6 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
-"""Marks of images and of breaks between rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
@@ -34,14 +33,10 @@ class ImagesPlan:
 
     images: ImageCountAndSize
     tiles: int
-    """Inputs of the vision tower."""
     tokens: int
-    """With those around and between features."""
     feature_bytes: int
     pixel_bytes: int
-    """While a request is open."""
     tower_bytes: int
-    """0: not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images
@@ -59,7 +54,6 @@ class ImagesPlan:
 
 
 def parse_image_count_and_size(text: str) -> ImageCountAndSize:
-    """COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT."""
     match = _IMAGES_FORMAT.fullmatch(text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"COUNTxWIDTHxHEIGHT, as 1x1024x1024, got {text!r}")

@@ -40,7 +40,6 @@ class Machine:
 
     name: str
     memory: int
-    """A CPU machine's free bytes, or all of a GPU's."""
     gpu: bool
     bandwidth: float | None = None
     """Bytes per second; None: unknown."""
@@ -55,7 +54,7 @@ class Machine:
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """On one machine, each with `count` devices."""
+    """They are on one machine, each with `count` devices."""
     visible_gpus: VisibleGPUs | None = None
     """None: another machine's, or unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
@@ -63,7 +62,6 @@ class Machine:
 
     @property
     def devices_per_memory(self) -> int:
-        """Parts of a CPU machine share its memory."""
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
@@ -93,12 +91,11 @@ class Machine:
         return FLASH_BLOCK_SIZE if backend == "auto" and flash else FLASH_BLOCK_SIZES.get(backend, BLOCK_SIZE)
 
     def max_kv_bytes(self, weight_bytes: int, step_bytes: int) -> int:
-        """Per device, if nothing else needed memory."""
         others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Per device, by the engine's rule. `step_bytes`: the largest step on a GPU."""
+        """Follows the engine's rule. `step_bytes`: the largest step on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -140,7 +137,7 @@ def find_gpu(name: str) -> Machine:
 
 
 def detect_machine(*, gpu: bool = True) -> Machine:
-    """The first GPU in the table, or this CPU with its free memory."""
+    """Returns the first GPU in the table, or this CPU with its free memory."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:

@@ -16,7 +16,6 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
-"""For a single stream's speed."""
 
 
 def format_report(
@@ -331,7 +330,6 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
-    """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines only on CPUs so far; --tensor-parallel-size works on GPUs too")
@@ -347,7 +345,6 @@ def _serve_command(name: str, flags: Sequence[str]) -> str:
 
 
 _ROUNDING_MIB = 4
-"""Maximum error of four rounded figures."""
 
 
 def _memory_text(estimate: Estimate) -> str:

@@ -22,21 +22,17 @@ _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayersPlan:
-    """Per device."""
-
     num_layers: int = 0
     num_streamed: int = 0
     from_disk: bool = False
     offloaded_bytes: int = 0
     read_bytes: int = 0
-    """Per step."""
     saved_bytes: int = 0
     problem: str | None = None
-    """Why layers cannot be streamed as requested."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """Bounded by reading; for a disk, per GB/s."""
+        """Reading is the bound; for a disk, per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

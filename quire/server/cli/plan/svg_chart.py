@@ -35,7 +35,6 @@ def draw_estimate_svg(estimate: Estimate, name: str) -> str:
 
 
 def memory_bytes_by_use(estimate: Estimate) -> dict[str, int]:
-    """Per device."""
     machine = estimate.machine
     weights = estimate.weight_bytes // machine.count
     overhead = CUDA_CONTEXT_BYTES if machine.gpu else ENGINE_HOST_BYTES

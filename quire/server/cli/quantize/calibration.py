@@ -15,22 +15,19 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.parse import validate_body
 
 MAX_SAMPLE_TOKENS = 512
-"""Per piece of text."""
 MAX_TOTAL_TOKENS = 16_384
 """More change little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
 
 
 class _SampleLine(msgspec.Struct):
-    """A JSONL line with one field set."""
-
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Each line's beginning in a .jsonl file, or all of another text. Raises ConfigError."""
+    """Takes each line's beginning in a .jsonl file, or all of another text. Raises ConfigError."""
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:

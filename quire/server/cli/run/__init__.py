@@ -45,20 +45,16 @@ from quire.server.config import ServerConfig
 MAX_SHOWN_CHARACTERS = 160
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
-"""After 429 or 503."""
 
 
 @dataclass(slots=True)
 class RequestTally:
     num_done: int = 0
-    """Status 200."""
     num_failed: int = 0
     num_tokens: int = 0
     failures_by_kind: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    """One per kind, with custom_id."""
     num_refused: int = 0
-    """Failures that would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
 
 
@@ -158,7 +154,6 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
-        """Raises EngineError if the engine has ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -303,7 +298,6 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Raises ConfigError early if the output is not writable, or has results without --resume."""
     output: Path = args.output
     if str(output) == "-":
         return set(), set()

@@ -31,7 +31,6 @@ class ArgumentsForm(ABC):
         return ()
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
-        """Returns True if arguments may begin here."""
         return True
         yield
 
@@ -53,7 +52,6 @@ class JsonArguments(ArgumentsForm):
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
-    """A JSON string contains the object."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):

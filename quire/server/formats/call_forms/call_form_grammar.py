@@ -50,7 +50,6 @@ class CallFormGrammarWriter:
         return "\n".join(lines) + "\n" + rules.render_rules()
 
     def _required_start_rule(self, space: str) -> str:
-        """Allows empty content, then whitespace."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
         return " ".join(

@@ -12,7 +12,6 @@ DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
 """Matches what is hardly ordinary text: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
-"""Such as `<function=` or `<invoke name="`."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,8 @@ class CallFormTexts:
 
     begin: str
     head: str
-    """Text from a call's start to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """Text from the arguments to the call's end."""
     between: str
     end: str
     allows_many: bool = True

@@ -12,7 +12,6 @@ from quire.server.formats.tools import strict_json
 
 
 def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any:
-    """`before`: text before a key, such as "<". `item`: name of list elements."""
     kinds = node.variant_types()
     if kinds == {"string"}:
         return written

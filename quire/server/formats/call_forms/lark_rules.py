@@ -15,7 +15,6 @@ from quire.server.formats.tools.lark_calls import ordered_optional_items_express
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
 JSON_STRING_QUOTE = '\\"'
-"""Delimits JSON strings inside a JSON string."""
 MAX_DEPTH = 12
 NUMBER_REGEX = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
@@ -27,7 +26,6 @@ class LiteralSpelling:
     null: str = "null"
     json_lists: bool = True
     json_objects: bool = True
-    """Objects and all their values are written as JSON."""
 
 
 @dataclass(slots=True)

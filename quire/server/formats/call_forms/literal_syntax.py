@@ -23,7 +23,6 @@ class UnreadableLiteral(Exception):
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
     quote: str = '"'
-    """Strings in " or ' are also read."""
     raw: bool = False
     """Quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
@@ -116,7 +115,6 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
-    """A bare word becomes a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)

@@ -7,12 +7,10 @@ from typing import Any
 from quire.server.formats.lark_to_regex import escape_regex
 
 REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+|.", re.DOTALL)
-"""Matches an escape, class, bracket or bar, or the text between them."""
 LARK_SPECIAL = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def schema_pattern(schema: Any) -> str | None:
-    """The pattern is anchored to the whole string."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return full_match_pattern(pattern) if isinstance(pattern, str) else None
 

@@ -29,11 +29,8 @@ VALID_KEY = re.compile(r"[^\s<>\"'=/][^<>\"'\n]*")
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments(ArgumentsForm):
-    """Strings are plain, other values are JSON or Python literals."""
-
     before_key: str
     infixes: Mapping[str, str]
-    """Texts between key and value, by the value's JSON type."""
     end: str
     separator: str
     spelling: LiteralSpelling

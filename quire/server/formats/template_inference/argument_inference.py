@@ -41,7 +41,6 @@ class ArgumentsRegion:
     after: str
 
     def extract_arguments_text(self, turn: str) -> str:
-        """The turn must have one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
         return turn[len(self.before) : len(turn) - len(self.after)]
@@ -51,7 +50,6 @@ class ArgumentsRegion:
 class EntryLayout:
     before_key: str
     infixes: dict[str, str]
-    """Texts between key and value, by the value's type."""
     ends: dict[str, str]
     separator: str
     spelling: LiteralSpelling
@@ -143,7 +141,6 @@ def _find_occurrences(text: str, part: str) -> list[int]:
 
 
 def candidate_value_texts(value: Any) -> Iterator[str]:
-    """Spellings of a value other than a string."""
     yield json.dumps(value)
     yield json.dumps(value, separators=(",", ":"))
     yield repr(value)

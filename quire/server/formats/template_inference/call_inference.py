@@ -50,7 +50,6 @@ VERIFICATION_PROPERTIES = {
 
 
 def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = None) -> CallForm:
-    """Raises TemplateInferenceError."""
     prober = TemplateProber(renderer)
     prober.learn_generation_prompt()
     turn = turn or infer_turn_form(prober)
@@ -150,7 +149,6 @@ def _find_json_arguments_and_form(turn: str) -> tuple[str, ArgumentsForm] | None
 
 
 def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
-    """(start, value, end) of JSON objects and strings."""
     decoder, values = json.JSONDecoder(), []
     for place, character in enumerate(text):
         if character in '{"':

@@ -54,7 +54,6 @@ class TemplateProber:
     ids: tuple[str, ...] = SHORT_IDS
     named_ids: bool = False
     prompt_before: str = ""
-    """The prompt without the generation prompt."""
     generation_prompt: str = ""
 
     def learn_generation_prompt(self) -> None:

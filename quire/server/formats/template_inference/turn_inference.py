@@ -24,7 +24,6 @@ class AssistantTurnForm:
     reasoning_end: str = ""
     reasoning_space: str = ""
     repeats_generation_prompt: bool = False
-    """It reappears between reasoning and content."""
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:

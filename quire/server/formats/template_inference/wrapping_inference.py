@@ -59,7 +59,6 @@ def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str)
 
 
 def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
-    """Also returns the first call's number."""
     left, right = split_into_atoms(start), split_into_atoms(middle)
     first = 0
     for place in range(1, min(len(left), len(right)) + 1):
@@ -74,7 +73,6 @@ def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
 
 
 def _insert_tail_index(last: str, middle: str) -> str:
-    """Returns the last call's end. INDEX_SLOT replaces a number that differs in `middle`."""
     left, right = split_into_atoms(middle), split_into_atoms(last)
     for place, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other and one.isdigit() and other.isdigit():

@@ -13,9 +13,7 @@ class CallTrial:
         self._parser = ToolParser(format, tools)
         self._tools = tools
         self.has_failed = False
-        """The text is not calls of these tools."""
         self.num_read = 0
-        """Number of characters before the failed or next piece."""
 
     def parse_calls_up_to(self, text: str, count: int) -> int:
         """Reads at most `count` characters of the unread `text`; returns how many."""
@@ -25,7 +23,6 @@ class CallTrial:
         return self.num_read - begin
 
     def finish_trial(self, text: str) -> bool:
-        """`text`: the unread end. True if the whole text is complete calls."""
         self._try_piece(text, final=True)
         return not self.has_failed and self._parser.all_complete
 

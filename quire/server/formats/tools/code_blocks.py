@@ -60,7 +60,6 @@ class CodeBlockReader:
 
 
 def _skip_to_another_call(source: TextSource) -> ParserSteps[bool]:
-    """Skips a comma or semicolon. Returns True if another object follows in the block."""
     for between in (",", ";"):
         yield from source.take_after_space(between)
     return (yield from source.peek_non_space_character()) == "{"

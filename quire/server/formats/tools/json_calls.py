@@ -23,7 +23,6 @@ class JsonCallKeys:
     arguments: str = "arguments"
     other_keys: tuple[str, ...] = ("type", "id")
     inner_key: str = ""
-    """Key of a nested object with name and arguments."""
 
     @property
     def possible_first_keys(self) -> frozenset[str]:
@@ -46,7 +45,6 @@ class JsonCallKeys:
 
     @property
     def arguments_depth(self) -> int:
-        """Number of objects that are open where arguments begin."""
         return 3 if self.inner_key else 2
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
@@ -80,7 +78,6 @@ class BracketScanner:
         return len(self._open_closers)
 
     def scan(self, text: str, start: int = 0, stop_depth: int | None = None) -> int:
-        """Returns the index of the first unread character."""
         for position in range(start, len(text)):
             depth = self.depth
             if self._quote:

@@ -10,7 +10,6 @@ from typing import Literal
 
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
-"""Matches text that needs no change, by closing quote."""
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
@@ -37,7 +36,6 @@ class JsonRepairer:
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
         """Counts each bracket in `_open_closers`, because there may be many stray ones."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
-        """"end": a comma or a closing bracket."""
         self._is_first = True
         """The open object or list is empty, or a comma waits for what follows it."""
         self._pending_comma = ""
@@ -47,7 +45,6 @@ class JsonRepairer:
         self.is_broken = False
 
     def repair_piece(self, text: str, *, closed: bool) -> tuple[str, int]:
-        """Returns JSON and the number of characters read."""
         written: list[str] = []
         place = 0
         while place < len(text) and not (self.is_done or self.is_broken):
@@ -61,7 +58,6 @@ class JsonRepairer:
         return "".join(written), place
 
     def close_brackets(self) -> str:
-        """Returns "" if a value is missing."""
         if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
             return ""
         self.is_done = True
@@ -156,7 +152,6 @@ class JsonRepairer:
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
-        """Returns null for a key without a value."""
         if self._expected == "colon":
             return ": null"
         return " null" if self._expected == "value" and self._open_closers[-1] == "}" else ""

@@ -124,4 +124,3 @@ def xml_call_form(outer: str) -> CallForm:
 
 
 QWEN_XML, SEED_OSS = xml_call_form("tool_call"), xml_call_form("seed:tool_call")
-"""Qwen3-Coder, Qwen 3.5, Step 3.5, Nemotron 3; Seed OSS."""

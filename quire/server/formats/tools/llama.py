@@ -93,7 +93,6 @@ CONSTANT_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-    """Reads f(a=1, b="x"). False consumes nothing."""
     while PARTIAL_NAME.fullmatch(source.text) and len(source.text) < MAX_TOOL_NAME_LENGTH and not source.is_closed:
         yield
     head = CALL_NAME.match(source.text[:MAX_TOOL_NAME_LENGTH])

@@ -60,7 +60,6 @@ class TextSource:
         del self._taken_pieces[place:]
 
     def take_ignoring_space(self, literal: str) -> ParserSteps[bool]:
-        """False consumes nothing."""
         wanted = "".join(literal.split())
         while True:
             end = match_end_ignoring_space(self.text, wanted)
@@ -105,7 +104,6 @@ class TextSource:
             yield
 
     def peek_non_space_character(self) -> ParserSteps[str]:
-        """Returns "" at the end of the text."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]

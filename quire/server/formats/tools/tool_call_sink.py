@@ -8,8 +8,6 @@ from quire.server.formats.tools import strict_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A new call's id and name, or a piece of arguments."""
-
     index: int
     arguments: str = ""
     id: str | None = None
@@ -35,7 +33,6 @@ class ToolCallSink:
 
     @property
     def all_complete(self) -> bool:
-        """There are calls, all with valid JSON arguments."""
         return self._num_opened > 0 and self._num_complete == self._num_opened
 
     def add_content(self, text: str) -> None:

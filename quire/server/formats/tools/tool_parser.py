@@ -34,7 +34,6 @@ class ToolFormat(ABC):
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
     """Models also mention these in text, so they count only at a line's start, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
-    """Special tokens inside and after calls."""
     bare: ClassVar[str] = ""
     """Starts an answer that is calls without a marker; empty if there is always one."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
@@ -42,7 +41,6 @@ class ToolFormat(ABC):
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """Texts of calls that may contain special tokens."""
         return (*self.markers, *self.other_markers)
 
     def parse_answer(
@@ -119,7 +117,6 @@ class ToolParser:
         *,
         in_blocks: bool = False,
     ) -> None:
-        """Calls beyond `max_calls` are dropped. `name`: unique to the answer."""
         self._source = TextSource()
         self._sink = ToolCallSink(lambda number: format.derive_call_id(f"{name}/{number}"), max_calls)
         self._steps = format.parse_answer(self._source, self._sink, tools, in_blocks=in_blocks)

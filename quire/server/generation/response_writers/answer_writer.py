@@ -17,7 +17,6 @@ class AnswerWriter(ABC):
     """Writes one call's answer as server-sent events or as one body."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        """`fingerprint`: see ServedModel."""
         self._request = request
         self._tokenizer = tokenizer
         self._fingerprint = request.system_fingerprint(fingerprint)
@@ -25,9 +24,7 @@ class AnswerWriter(ABC):
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     _usage: Usage | None = None
     weights_version: str = ""
-    """Set before each step and the end."""
     receipt: bytes | None = None
-    """JSON; set before the end."""
 
     @property
     def ping_event(self) -> bytes:
@@ -36,11 +33,10 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """For `encode_with_raw_fields`."""
+        """Written by `encode_with_raw_fields`."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
-        """Called before each step with continuous_usage."""
         self._usage = usage
 
     @property
@@ -83,7 +79,7 @@ class UnstreamableAnswerWriter(AnswerWriter):
 
 
 class OutputPartWriter(AnswerWriter):
-    """Writes a single choice part by part. A part ends where the next begins."""
+    """Writes one choice in parts; a part ends where the next begins."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)

@@ -17,8 +17,6 @@ from quire.server.generation.response_writers.responses import responses_usage
 
 
 class LabelScoresWriter(UnstreamableAnswerWriter):
-    """SGLang's /v1/score."""
-
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         (question,) = self._request.questions
         about = {"object": "scoring", "model": self._request.model, "weights_version": self.weights_version}
@@ -72,8 +70,6 @@ def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> l
 
 
 class SystemOneApiWriter(UnstreamableAnswerWriter):
-    """Fields that the API's specification lacks begin with x_."""
-
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         pairs = zip(self._request.questions, answers, strict=True)
         answers_by_name = {
@@ -126,7 +122,6 @@ def score_confidence(shares: Sequence[float]) -> float:
 
 
 def clamp_probability(value: float) -> float:
-    """Removes rounding errors."""
     return min(max(value, 0.0), 1.0)
 
 

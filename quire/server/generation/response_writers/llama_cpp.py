@@ -19,7 +19,6 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 ANY_SLOT = -1
 """Requests have no slots: all run in the same steps."""
 RANDOM_SEED = 2**32 - 1
-"""llama.cpp reports a seed of -1 like this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class LlamaCppFields:
     samplers: Sequence[str]
     prompt: str | None = None
     response_fields: Sequence[str] | None = None
-    """Paths; None: all fields."""
     return_tokens: bool = False
 
 

@@ -12,7 +12,6 @@ MIN_LOGPROB = -9999.0
 
 
 TokenNamer = Callable[[int], str]
-"""Returns the token's text or `token_id:123`."""
 
 
 def completion_logprobs(

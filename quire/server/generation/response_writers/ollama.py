@@ -124,7 +124,6 @@ def ollama_tool_call(part: OutputPart) -> dict[str, Any]:
 
 
 def model_loaded_body(model: str, shape: OllamaShape) -> bytes:
-    """Answers a request without a prompt."""
     empty: object = {"role": "assistant", "content": ""} if shape == "message" else ""
     return encode_json(
         {"model": model, "created_at": utc_timestamp(), shape: empty, "done": True, "done_reason": "load"}

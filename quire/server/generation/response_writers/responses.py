@@ -22,7 +22,6 @@ TEXT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""Event prefix and the field of the whole text, by item type."""
 
 
 class ResponsesWriter(OutputPartWriter):
@@ -38,10 +37,8 @@ class ResponsesWriter(OutputPartWriter):
         self._first_final_number: int | None = None
         self._custom_input = CustomInputDecoder()
         self._num_logprobs_sent = 0
-        """Counted in the open message."""
         self.output_items: list[StoredItem] = []
         self.final_response: bytes | None = None
-        """None until the response has ended."""
         self.status = "in_progress"
 
     def first_events(self) -> bytes:
@@ -85,7 +82,6 @@ class ResponsesWriter(OutputPartWriter):
 
     @property
     def has_ended_unfinished(self) -> bool:
-        """The response ended before the model finished."""
         return self.final_response is None or self.status == "failed"
 
     def current_response(self, status: str) -> bytes:
@@ -117,7 +113,6 @@ class ResponsesWriter(OutputPartWriter):
         return self.output_items[-1].data
 
     def _encode_next_event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
-        """`encoded`: fields that are already JSON."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         return encode_event(kind, {"type": kind, "sequence_number": number, **(fields or {})}, **encoded)
 

@@ -63,7 +63,6 @@ def cohere_embed_body(
 
 
 def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
-    """`vector`: float32. `kind`: one of Cohere's embedding_types."""
     if kind == "float":
         return vector.tolist()
     if kind == "base64":
@@ -95,7 +94,6 @@ def pair_scores(pairs: ScorePairs, vectors: VectorList) -> list[float]:
 
 
 def scores_body(pairs: ScorePairs, request: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
-    """/v1/score."""
     numbered_scores = enumerate(pair_scores(pairs, vectors))
     data = [{"index": index, "object": "score", "score": score} for index, score in numbered_scores]
     return _list_body(request, weights_version, data)

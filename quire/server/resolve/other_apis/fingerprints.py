@@ -29,7 +29,6 @@ MESSAGE_CACHE_CONTROL: Any = {"content": {"__all__": {"cache_control": True, "co
 def fingerprint_message_prompt(
     body: MessagesRequest, chat: ChatRequest, prompt: Prompt, system: Sequence[str]
 ) -> PromptFingerprint:
-    """`system`: the texts that the model reads."""
     parts = {
         "tools": [tool.model_dump(exclude=CACHE_CONTROL) for tool in body.tools],
         "system": system,

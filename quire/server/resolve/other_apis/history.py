@@ -42,7 +42,6 @@ MAX_INPUT_BYTES = 4 << 20
 """Bounds what a request stores: the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
-"""Digits of an item's position, which follows its response's id."""
 ITEM_ID_PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -57,7 +56,6 @@ ITEM_ID_PREFIXES = {
 class CachedResponse:
     id: str
     items: tuple[bytes, ...]
-    """JSON of all earlier items and its own, oldest first."""
     is_stored: bool
 
     @property
@@ -75,7 +73,6 @@ class WebSocketHistory:
     """What a WebSocket's next request may continue without the store."""
 
     previous: CachedResponse | None
-    """The response that the request names, if cached."""
 
     @property
     def continues_unstored_response(self) -> bool:
@@ -87,7 +84,6 @@ class WebSocketHistory:
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """Includes all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0

@@ -16,10 +16,10 @@ REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<
 FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
 PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
 REPOSITORY_NAME = "myproject\n"
-"""llama.cpp's text, like the next two."""
+"""llama.cpp's text, as are the next two."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
-"""For tokenizers without a file separator."""
+"""Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
 """llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. For shorter contexts, half the context."""
 MAX_TOKEN_CHARACTERS = 32
@@ -56,7 +56,7 @@ def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
 
 
 def infill_end_token_ids(model: ServedModel) -> list[int]:
-    """Like the model's own, these end the answer, as in llama.cpp."""
+    """Tokens that end the answer, as in llama.cpp."""
     names = (*PAD_TOKENS, *REPOSITORY_TOKENS, *FILE_SEPARATOR_TOKENS)
     ids = [model.tokenizer.backend.token_to_id(name) for name in names]
     return [token_id for token_id in ids if token_id is not None and token_id < model.vocab_size]

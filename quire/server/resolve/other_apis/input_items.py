@@ -85,7 +85,6 @@ def content_texts(content: str | TextContents) -> list[str]:
 
 
 def tool_output_content(item: CallOutput, field: str) -> str | list[ChatTurn]:
-    """Returns parts if there are images."""
     if isinstance(item.output, str):
         return item.output
     if any(isinstance(part, ImageContent) for part in item.output):

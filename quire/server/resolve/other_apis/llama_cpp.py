@@ -70,7 +70,6 @@ def resolve_infill(body_bytes: bytes, model: ServedModel, config: ServerConfig) 
 def _resolve(
     body: LlamaCppBody, prompt: str | list[int], end_ids: Sequence[int], model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
-    """`end_ids` end the answer, like the model's own."""
     names = {**FIELD_NAMES, "structured_outputs": "grammar" if body.grammar else "json_schema"}
     writer = partial(LlamaCppWriter, _answer_fields(body, prompt, model))
     with rename_fields_in_raised_errors(names):

@@ -141,7 +141,6 @@ def function_from_tool(tool: InputTool) -> dict[str, Any]:
 
 
 def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
-    """Sets only variables that the template has."""
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
@@ -198,7 +197,6 @@ def system_texts(body: CountTokensRequest) -> list[str]:
 def append_user_turns(
     turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], message_field: str
 ) -> None:
-    """Each tool result becomes a turn; consecutive texts share one."""
     for place, block in enumerate(message_blocks(message)):
         field = f"{message_field}.content[{place}]"
         if isinstance(block, ToolResultBlock):
@@ -210,7 +208,6 @@ def append_user_turns(
 
 
 def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTurn]:
-    """Returns parts if there are images."""
     shown = block.content
     if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
         text = (

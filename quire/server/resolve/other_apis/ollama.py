@@ -146,7 +146,7 @@ def turns_from_ollama(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
 
 
 def content_with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
-    """As in Ollama, images (base64) precede the text."""
+    """Images (base64) precede the text, as in Ollama."""
     shown = [image_content_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
     return [*shown, {"type": "text", "text": text}]
 
@@ -172,7 +172,6 @@ def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
 
 
 def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
-    """Sets only variables that the template has."""
     think, switch = body.think, model.chat_formats.thinking_switch
     if think is None:
         return {}

@@ -117,7 +117,6 @@ def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Yields distinct labels, the most readable first."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
     seen: set[int] = set()

@@ -33,7 +33,6 @@ from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file,
 
 router = APIRouter(route_class=ModelIndependentRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-"""Only batches read files."""
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
@@ -90,8 +89,6 @@ async def upload_file(request: Request) -> Response:
 
 
 class _UploadSpaceReserver:
-    """Reserves space before bytes are read."""
-
     def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
         self._files, self._owner = runner.files, owner
         durable = get_server_context(request).persistence

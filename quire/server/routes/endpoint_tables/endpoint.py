@@ -13,7 +13,6 @@ from quire.server.pipeline.resolve import Resolver
 class Endpoint:
     path: str
     name: str
-    """OpenAPI's operation name."""
     description: str
     resolve: Resolver[Resolution]
     body_models: tuple[type[BaseModel], ...]

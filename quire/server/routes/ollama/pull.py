@@ -79,7 +79,6 @@ async def _spawn_pull_process(name: str) -> Process:
 
 
 async def _wait_for_download(process: Process) -> str | None:
-    """Returns the error, or None. Kills the process if the caller leaves."""
     try:
         _, error_output = await process.communicate()
     finally:

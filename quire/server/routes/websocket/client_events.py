@@ -35,7 +35,6 @@ class CreateEvent:
     stream_id: str | None
     previous_id: str | None
     body: bytes
-    """Body of POST /v1/responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,6 @@ def _read_stream_id(raw: msgspec.Raw) -> str | None:
 
 
 def _text_or_none(raw: msgspec.Raw) -> str | None:
-    """None for other types, which the pipeline refuses."""
     try:
         return msgspec.json.decode(raw, type=str | None)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -22,11 +22,9 @@ class Lane:
     """The events with one `stream_id`, which are answered in order."""
 
     stream_id: str | None
-    """None: the events without one."""
     waiting: deque[CreateEvent] = field(default_factory=deque)
     latest: CachedResponse | None = None
     task: asyncio.Task[None] | None = None
-    """Answers the lane's events."""
 
 
 class Lanes:

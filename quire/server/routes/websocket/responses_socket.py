@@ -46,10 +46,9 @@ router = APIRouter()
 
 PATH = "/v1/responses"
 MAX_CONNECTION_SECONDS = 3600.0
-"""OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""They apply to single requests; a connection has many."""
+"""These apply to single requests, but a connection has many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
@@ -179,7 +178,6 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
-        """Returns a close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
@@ -250,7 +248,6 @@ class ResponsesSocket:
         return {"type": "http.disconnect"}
 
     async def _send_text(self, text: str) -> None:
-        """Waits while the client does not read."""
         if self._is_closed.is_set():
             return
         try:
