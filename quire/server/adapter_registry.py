@@ -179,8 +179,8 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit. `modules` None or empty:
-    unknown.
+    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit. Without `modules`, what fits
+    is unknown.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):

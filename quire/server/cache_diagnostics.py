@@ -1,5 +1,5 @@
-"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's, whatever the
-prefix cache holds. quire/engine/prefix_misses explains actual misses.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's, whatever the cache
+holds. quire/engine/prefix_misses explains actual misses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
     """Digests of a prompt and of the request's parts that it was rendered from."""
 
     parts: dict[str, bytes]
-    """Without messages, in the order in which changes are reported."""
+    """Parts except messages, in the order in which changes are reported."""
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
@@ -72,8 +72,8 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """Empty if messages were only appended. Blocks may differ even then: a template may render earlier messages
-        differently.
+        """Empty if messages were only appended. Blocks may differ even then, because templates may render earlier
+        messages differently.
         """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
         return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
@@ -101,14 +101,14 @@ def _digest(content: bytes) -> bytes:
 
 
 class RecentPrompts:
-    """Of recent answers, by owner. An owner above its limit loses its oldest prompts; above the total limit, the
-    largest owner does.
+    """Prompts of recent answers, by owner. An owner above its limit loses its oldest prompts; above the total limit,
+    the largest owner does.
     """
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
         self._prompts_by_owner: dict[str, OrderedDict[tuple[bytes, str], PromptFingerprint]] = {}
-        """By digest of the cache salt, which may be long, and answer id; the latest comes last."""
+        """Keyed by owner, then by digest of the cache salt, which may be long, and answer id. The latest comes last."""
         self._sizes = BytesByOwner()
 
     @property

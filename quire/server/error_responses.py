@@ -52,7 +52,7 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By HTTP status. Others: invalid_request_error below 500, api_error from 500."""
+"""Types by HTTP status. Others: invalid_request_error below 500, api_error from 500."""
 LLAMA_CPP_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +60,7 @@ LLAMA_CPP_ERROR_TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-"""By HTTP status. Others have OpenAI's."""
+"""Types by HTTP status. Others are OpenAI's."""
 SYSTEM_ONE_PATH = "/v1/systemone"
 COMPLETION_PATH = "/completion"
 INFILL_PATH = "/infill"
@@ -137,7 +137,7 @@ ERROR_ENCODERS = (
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
     (re.compile(f"{COMPLETION_PATH}|{INFILL_PATH}|{SLOTS_PATH}"), ErrorInfo.encode_llama_cpp),
 )
-"""By path pattern; other paths use OpenAI's form."""
+"""Encoders by path pattern; other paths use OpenAI's form."""
 
 
 def error_info(error: Exception) -> ErrorInfo:

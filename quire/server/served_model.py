@@ -41,7 +41,7 @@ class ServedModelSpec:
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """From generation_config.json or settings in its place. `max_tokens` bounds the output."""
+    """Values of generation_config.json or of settings in its place. `max_tokens` bounds the output."""
     context_length: int = 0
     """Tokens of prompt and answer. Like `tasks`, known once the engine runs."""
     tasks: tuple[Task, ...] = ("generate",)

@@ -1,5 +1,5 @@
 """Shares one engine among several API processes. The leader owns the engine's client; the others have a SharedClient.
-The leader knows whose each open request is, but keeps no text and no history.
+The leader knows whose each open request is, but keeps no text.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class ApiServerLeader:
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
-        """address: in ZeroMQ's form. tell_seconds: the state is sent at least this often, as a heartbeat."""
+        """`tell_seconds`: longest time between states, which are also heartbeats."""
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
-        client.recorder = self  # API processes keep history and turns
+        client.recorder = self
         client.turns = None
         self._wire = wire(zmq.ROUTER)
         self._address = address
@@ -122,7 +122,7 @@ class ApiServerLeader:
         while True:
             identity, message = await self._wire.receive()
             channel = self._channels.get(identity)
-            if channel is not None:  # else the process has ended
+            if channel is not None:
                 channel.silence = 0.0
                 self._take(identity, channel, decode_to_leader(message))
 

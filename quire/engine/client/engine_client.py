@@ -48,8 +48,8 @@ class _Entry:
     number: int = 0
     """Number in the journal; 0: not journaled."""
     cached_tokens: int | None = None
-    """Cached prompt tokens on the first engine that computed the request; None before the first output. Clients get
-    this number even if a replay finds another.
+    """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
+    finds another.
     """
 
 
@@ -127,7 +127,7 @@ class EngineClient:
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submit requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
+        """Submits requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
         once. `emitted`: each request's emitted_ids; new tokens are appended. Raises EngineError if the engine has ended
         for good.
         """
@@ -158,9 +158,7 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, journal: Journal) -> None:
-        """Give the journal an open request's tokens, except those of its last output. All requests share one
-        journal.
-        """
+        """Gives the journal an open request's tokens, except its last output's. All requests share one journal."""
         if (entry := self._open.get(request_id)) is not None:
             entry.number, self._journal = number, journal
 
@@ -170,7 +168,7 @@ class EngineClient:
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
-        """Until `end_call`, `cancel` finds this call even while it has no open request."""
+        """`cancel` finds this call until `end_call`, even while it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -198,9 +196,9 @@ class EngineClient:
     # For others
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """End a request, or all requests of a call, for someone other than the reader, who gets finish_reason "abort".
-        request_id: of a request or a call. tenant: end only its requests; None: anyone's. Returns how many requests
-        ended, or the number of matching calls without an open request.
+        """Ends a request, or all requests of a call, for someone other than the reader, who gets finish_reason "abort".
+        `tenant` None: anyone's. Returns how many requests ended, or the number of matching calls without an open
+        request.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:

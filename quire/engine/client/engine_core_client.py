@@ -1,5 +1,5 @@
-"""The interface between EngineClient and an engine core: in this process (engine/offline/in_process_client.py), in one
-or several others, or behind the leader.
+"""The interface to an engine core: in this process (engine/offline/in_process_client.py), in one or several others, or
+behind the leader.
 """
 
 from __future__ import annotations

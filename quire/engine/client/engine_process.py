@@ -49,9 +49,9 @@ class KilledDuringStart(EngineError):
 
 
 class EngineProcess:
-    """Starts the process. Call `connect()` before sending or receiving. Standard error is copied to ours, and its last
-    lines are kept. `on_begun` gets ids of requests that the engine is about to compute for the first time. Raises
-    OSError if no process can be started, EngineError if there is no place for its socket.
+    """Starts the process; call `connect()` before sending or receiving. Standard error is copied to ours, and its last
+    lines are kept. `on_begun` gets ids of requests that the engine computes for the first time. Raises OSError if no
+    process can be started, EngineError if there is no place for its socket.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -138,7 +138,7 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """`exited`: its `wait_for_exit`. If the process ends first, raises EngineError with its last lines, or
+        """`exited` is its `wait_for_exit`. If the process ends first, raises EngineError with its last lines, or
         KilledDuringStart if it was killed from outside.
         """
         received = asyncio.ensure_future(self.receive())
@@ -167,7 +167,7 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    # If this process could not run, heartbeats wait in the pipe: read them first.
+                    # This process may have been stopped: read waiting heartbeats first.
                     self._read_heartbeats(closed)
                     self._kill_if_hung()
         finally:
@@ -265,8 +265,8 @@ def engine_json(config: EngineConfig) -> str:
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """Processes started in this block inherit a mask that blocks FAULT_SIGNALS. Another process's signal then waits
-    until the engine can report its sender.
+    """Processes started in this block block FAULT_SIGNALS. Another process's signal then waits until the engine can
+    report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -277,18 +277,17 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 def _environment() -> dict[str, str]:
     """Adds settings that libraries read when loaded; the user's values win."""
-    # These make malloc keep the memory of a step's large tensors. Returning it to the system and getting it again costs
-    # 1 % of a prompt's time.
+    # With these, malloc keeps the memory of a step's large tensors, which saves 1 % of a prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
     # Otherwise PyTorch's idle OpenMP threads spin for milliseconds on the cores that our kernels need. Without our
-    # kernels PyTorch's threads do all the work, and are a third to a half slower when passive.
+    # kernels, PyTorch's threads do all the work, and passive ones are a third to a half slower.
     if any(_KERNELS.glob("*.so")):
         ours["OMP_WAIT_POLICY"] = "passive"
     return ours | os.environ
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Without a process, deletes the KV blocks on disk. A starting engine can reset too."""
+    """Without a process, deletes the KV blocks on disk."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

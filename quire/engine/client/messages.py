@@ -1,5 +1,5 @@
 """Messages between API processes, the leader and the engine process: msgpack over ZeroMQ on Unix sockets. Everything
-except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py) of the methods declared here.
+except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """An image shared by several requests, such as the choices of a call, is sent once."""
+    """Sends an image only once, even if several requests share it."""
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())

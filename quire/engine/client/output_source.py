@@ -29,8 +29,8 @@ class OutputSink(Protocol):
 
 
 class OutputSource(ABC):
-    """Outputs of a group of requests, in order of arrival; at most one per request and iteration. Iteration stops when
-    all requests have ended, or raises their error. Call `close` to stop reading.
+    """Outputs of a group of requests, in order of arrival; at most one per request and iteration. Ends when all
+    requests have ended, or raises their error. Call `close` to stop reading.
     """
 
     @property

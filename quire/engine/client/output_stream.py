@@ -15,7 +15,7 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Unread tokens that a stream keeps, about 20 MB; each reported alternative counts as another token."""
+"""Unread tokens that a stream keeps, about 20 MB. Each reported alternative counts as a token."""
 
 
 class Reader(Protocol):
@@ -36,9 +36,9 @@ class Reader(Protocol):
 
 
 class OutputStream(OutputSource):
-    """The engine's outputs for the n choices of a call. Each iteration merges everything since the last one, so a slow
-    reader gets fewer and larger outputs. Raises EngineError when the engine has ended for good, and SlowReader when
-    more than MAX_BACKLOG tokens wait.
+    """Outputs of a call's n choices. Each iteration merges everything since the last one, so a slow reader gets fewer
+    and larger outputs. Raises EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG
+    tokens wait.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OutputStream(OutputSource):
         """`_hand_on` will run when the event loop's turn ends."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Called with a request's last output before the reader gets it. The bool: the reader will find tokens
+        """Called with a request's last output before the reader gets it, and with True if the reader will find tokens
         with it.
         """
         self._weights_version = weights_version
@@ -84,7 +84,7 @@ class OutputStream(OutputSource):
         return self._versions
 
     async def __anext__(self) -> list[EngineCoreOutput]:
-        # An abort wakes the reader too, while other requests may still run.
+        # An abort also wakes the reader.
         while self._open and not self._unread and self._error is None:
             self._waiting_reader = asyncio.get_running_loop().create_future()
             try:
@@ -100,7 +100,7 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """A sink gets its outputs when the event loop's turn ends, so those of several steps reach it together."""
+        """A sink gets its outputs when the event loop's turn ends, so those of several steps come together."""
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:

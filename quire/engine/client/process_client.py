@@ -191,8 +191,8 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Give away the requests that the engine does not have. Suspects stay until a new engine has cleared them, to
-        end no other engine.
+        """Gives away the requests that the engine does not have. Suspects stay until a new engine has cleared them, so
+        that they end no other engine.
         """
         return self._replay.take_unsuspected()
 

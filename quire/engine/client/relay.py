@@ -1,5 +1,5 @@
-"""The leader's view of one API process. One message carries all its outputs, because a message costs as much as the
-tokens of about ten streams.
+"""The leader's view of one API process. One message carries all its outputs, because it costs as much as ten streams'
+tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Decides which open requests to submit, so that a request that crashes engines cannot do so forever.
-When an engine process ends, its requests are replayed: the next engine gets them. After the engine's own fault,
+
+When an engine process ends, the next engine gets its requests: they are replayed. After the engine's own fault,
 requests that had begun but made little progress are suspects. They are isolated by bisection: first and alone, one half
 is replayed, then half of that, finally a single one. Some tokens, or an end, clear a group. A request that repeatedly
 ends an engine it has to itself is given up. An end from outside makes no suspects, and clears none. No clock and no
@@ -12,11 +13,11 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""This many tokens from one engine clear a request: the first shows that its prompt is harmless, the others that
-decoding is.
+"""Tokens from one engine that clear a request: the first shows that its prompt is harmless, the others that decoding
+is.
 """
 MAX_LONE_CRASHES = 2
-"""A request is given up after ending this many engines it had to itself without being cleared."""
+"""A request is given up after ending this many engines that it had to itself."""
 
 
 class Replay:
@@ -85,12 +86,12 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """For another engine."""
+        """Takes the requests that another engine may get."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 
     def engine_exited(self, *, external: bool) -> list[str]:
-        """Queue everything the ended engine had. external: the cause was outside the engine. Returns the requests to
+        """Queues everything the ended engine had. `external`: the cause was outside the engine. Returns the requests to
         give up; call `end` for each.
         """
         if external:
@@ -112,8 +113,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """All requests that had begun and were not cleared; if there are none, all uncleared ones, because the engine
-        may have ended while it accepted one.
+        """Returns all requests that had begun and were not cleared; if there are none, all uncleared ones, because the
+        engine may have ended while it accepted one.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

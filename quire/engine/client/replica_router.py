@@ -1,4 +1,4 @@
-"""Decides which replica computes a request. The router infers what replicas have cached from what it sent them. Prompts
+"""Decides which replica computes a request. What replicas have cached is inferred from what was sent to them. Prompts
 are hashed as in engine/core/block_pool.py. No clock and no I/O.
 """
 
@@ -14,7 +14,7 @@ PIECE = 16
 MOST_PIECES = 2**16
 """Pieces remembered per replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
-"""A replica with this many more open requests than the least busy one gets no new request."""
+"""A replica with this many more open requests than the least busy one gets none."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
@@ -35,14 +35,14 @@ class Router:
         self.open = [0] * count
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """Pieces that each replica should have cached, the most recently used last. A piece is there only with all
-        pieces before it in its prompt.
+        """Pieces that each replica should have cached, the last used last. A piece is there only with all earlier ones
+        of its prompt.
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Choose a replica for this prefix, and count the request as open there.
-        The longest cached prefix wins, unless its replica's excess of open requests over the least loaded one exceeds
-        its excess of cached pieces, or MOST_AHEAD: a request in the batch costs about as much as computing a piece.
+        """Counts the request as open at its replica. The longest cached prefix wins, unless its replica's excess of
+        open requests over the least loaded one exceeds its excess of cached pieces, or MOST_AHEAD: a request in the
+        batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))

@@ -46,8 +46,8 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """Host memory and threads in `config` are divided evenly. Each replica gets its own folder in --kv-offload-dir.
-    `cores`: by replica. `root`: see cpu_quota.
+    """Divides `config`'s host memory and threads evenly. Each replica has its own folder in --kv-offload-dir. `root`:
+    see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":

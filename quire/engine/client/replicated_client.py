@@ -1,5 +1,5 @@
-"""Several engines of one model behind one client. When an engine ends, its requests continue on another. Requests wait
-here while all engines sleep or restart. A replica that cannot restart is left out; the client fails with the last one.
+"""Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
+sleep or restart, requests wait. A replica that cannot restart is left out; the client fails with the last one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ReplicatedClient(ExclusiveClient):
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """gpus: divided among the replicas; None: the CPU. Raises ConfigError if there are too few."""
+        """`gpus` are divided among the replicas; None: the CPU. Raises ConfigError if there are too few."""
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
-        # On GPUs any core may be used: the cores near a GPU are unknown.
+        # Nothing tells which cores are near a GPU.
         cores = replica_cores(count) if gpus is None else [set[int]()] * count
         self._replicas = [
             ProcessClient(
@@ -123,7 +123,7 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeats a change that failed only here, once the replica is back. A replica that refuses it is given up."""
+        """Repeats a change that failed only here, once the replica is back, or gives the replica up."""
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:

@@ -1,5 +1,5 @@
-"""An API process's client of a shared engine, through the leader (api_server_leader.py). Its view of the engine is up
-to 0.1 s old.
+"""An API process's client of an engine that it reaches through the leader (api_server_leader.py). Its view of the
+engine is up to 0.1 s old.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LINGER_MS = 1000
 
 class SharedClient(EngineCoreClient, ApiProcessMethods):
     owner: EngineClient
-    explains_prefixes = True  # done by the leader, which sees all requests
+    explains_prefixes = True
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """address: the leader's. identity: this process's name. alive_seconds: heartbeat interval. silence_seconds: a
-        leader silent for this long fails all calls and requests that wait for it.
+        """`address` is the leader's, `identity` this process's name. If the leader is silent for `silence_seconds`,
+        calls and waiting requests fail.
         """
         super().__init__()
         self._make_wire = wire
@@ -130,8 +130,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Answers of the other API processes, or of the named one (LEADER: the leader). Omits late ones. Raises
-        EngineError if the leader has no answer.
+        """Returns the answers of other API processes, or of the named one, without late ones. Raises EngineError if the
+        leader has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -272,7 +272,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """A group would have one member in this process, but any API process may get its calls."""
+    """A group would have one member, but any API process may get its calls."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest(

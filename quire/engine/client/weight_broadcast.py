@@ -1,5 +1,5 @@
 """Weights broadcast in a torch.distributed group. A separate process (worker/weight_receiver.py) writes them to files
-in memory, which weights.py serves like any others.
+in memory, which weights.py loads.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Tensor(NamedTuple):
 
 
 class WeightsGroup:
-    """Call all methods from the client's event loop. There is one group at a time. Calls run one after another, and
-    complete even if no longer awaited.
+    """Call all methods from the client's event loop. One group exists at a time. Calls run one by one, and complete
+    even if nobody awaits them.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -66,7 +66,7 @@ class WeightsGroup:
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leaves the previous group and waits for all members. Raises InvalidRequest if they do not come."""
+        """Leaves the previous group and waits for all members. Raises InvalidRequest without them."""
 
         async def join_group() -> None:
             await self._forget()

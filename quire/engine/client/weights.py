@@ -1,6 +1,6 @@
-"""Releases, restores or replaces an engine's weights while requests are open, one change at a time.
-Each change rebuilds the engine and resubmits open requests with their tokens, as after a crash (process_client.py). So
-streams survive, and nothing that the old weights computed reaches the new ones.
+"""Releases, restores or replaces an engine's weights while requests are open, one change at a time. Each change
+rebuilds the engine and submits open requests again with their tokens (process_client.py). So streams survive, and
+nothing that the old weights computed reaches the new ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""What happens to open requests. keep: they continue with the new weights; wait: they finish first; abort: they end at
-once with the tokens they have.
-"""
+"""keep: open requests continue with the new weights; wait: they finish first; abort: they end at once."""
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
 _POLL_SECONDS = 0.01
@@ -58,9 +56,9 @@ class Weights:
         self._used = {self._engine_core.weights_version}
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Release weights and KV cache until `wake_up`. If already asleep, only set `refuse`.
-        level 1: the engine's process stays and wakes soon; 2: it ends, which frees all memory. refuse: new requests
-        fail instead of waiting. Raises EngineError if the engine cannot be reached.
+        """Releases weights and KV cache until `wake_up`. If already asleep, only sets `refuse`. level 1: the engine's
+        process stays and wakes soon; 2: it ends, which frees all memory. refuse: new requests fail instead of waiting.
+        Raises EngineError if the engine cannot be reached.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -85,9 +83,9 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Load weights from a folder or GGUF file, wake the engine, and return their version.
-        version: default: a counter. Raises InvalidRequest if they do not have the model's shape, ConfigError if they
-        cannot be loaded; the old weights then stay.
+        """Loads weights from a folder or GGUF file, wakes the engine, and returns their version (default: a counter).
+        Raises InvalidRequest if they do not have the model's shape, ConfigError if they cannot be loaded; the old
+        weights then stay.
         """
         weights_path = absolute(path)
         check = partial(self._engine_core.check, weights_path)
@@ -102,8 +100,8 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Like `update`. `load` gets the version. `check` may refuse the weights before requests are affected. `path`:
-        the weights' files, if any.
+        """Works like `update`. `load` gets the version. `check` may refuse the weights before requests are affected.
+        `path`: the weights' files, if any.
         """
         check_mode(mode)
 
@@ -135,7 +133,7 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Runs the call under its lock, even if no longer awaited: the engine may have released its weights already."""
+    """Runs the call under its lock even if nobody awaits it, because the engine may have released its weights."""
 
     async def run_in_turn() -> Result:
         async with turn:

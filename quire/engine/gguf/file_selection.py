@@ -79,7 +79,7 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """Without a tag, the nearest to Q4_K_M. Raises ModelError naming the tags."""
+    """Without a tag, selects the nearest to Q4_K_M. Raises ModelError naming the tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)

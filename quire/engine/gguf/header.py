@@ -1,5 +1,5 @@
 """Reads GGUF headers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). Files are
-untrusted: counts and offsets are checked against the file size before allocation.
+untrusted: counts and offsets are checked before allocation.
 """
 
 from __future__ import annotations

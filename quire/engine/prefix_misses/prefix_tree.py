@@ -1,5 +1,5 @@
-"""A tree of the tokens recently computed for a tenant, in pieces. The least recently used are dropped first, a
-sequence's end before its beginning.
+"""A tree of the tokens recently computed for a tenant, in pieces. The least recently used go first, a sequence's end
+before its beginning.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PIECE_TOKENS = 64
 """The last piece may be shorter."""
 EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
-"""Without tokens. Measured, and rounded up."""
+"""Size without tokens, measured and rounded up."""
 _MAX_NAMESPACES = 3
 _MAX_NEIGHBOURS = 32
-"""Bounds the pieces after a common prefix that are compared with a prompt, most recently used first."""
+"""Bounds the pieces after a common prefix that are compared with a prompt, last used first."""
 _MAX_COMPARED_TOKENS = 65_536
 """Bounds the tokens compared after the first difference."""
 

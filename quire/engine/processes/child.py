@@ -1,4 +1,4 @@
-"""A child process that ends no later than its parent. `read_configuration`, `end_with_parent` and `die_with_parent` run
+"""A child process that does not outlive its parent. `read_configuration`, `end_with_parent` and `die_with_parent` run
 in the child.
 """
 
@@ -25,15 +25,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Python arguments that run one of our modules. Without -P, a random.py in the current directory would replace
-    Python's.
-    """
+    """Python arguments that run a module. Without -P, the current directory's random.py would replace Python's."""
     return ("-P", "-m", name)
 
 
 class Child:
-    """Runs Python. Standard input has the configuration as its first line, and stays open while the parent lives.
-    Raises OSError if no process can be started.
+    """Runs Python. Standard input begins with a line of configuration, and stays open while the parent lives. Raises
+    OSError if no process can be started.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Child:
             self.tell(configuration)
 
     def tell(self, configuration: bytes) -> None:
-        with suppress(BrokenPipeError):  # the child has ended, which `wait_for_exit` reports
+        with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
             self.send(configuration + b"\n")
 
     def send(self, content: bytes) -> None:
@@ -78,7 +76,7 @@ class Child:
 
     def end(self) -> None:
         """Close standard input, which asks the process to end."""
-        with suppress(BrokenPipeError):  # the child ended before it read its configuration
+        with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
             self._lifeline.close()
 
     def kill(self) -> None:
@@ -112,7 +110,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Asks the processes to end, waits up to `seconds` for all, then kills the rest."""
+    """Asks the processes to end, and kills those that remain after `seconds`."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -158,8 +156,8 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel kills this process when its parent ends, because a hanging or stopped process does not read
-    standard input. Exits if the parent has already ended.
+    """On Linux the kernel kills this process when its parent ends, because a hanging process does not read standard
+    input. Exits if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

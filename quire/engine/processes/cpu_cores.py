@@ -1,6 +1,6 @@
-"""Assigns cores to ranks or replicas, and counts usable CPUs.
-Linux allocates memory on the NUMA node where a thread runs, so a thread that stays on its cores has its weights and KV
-blocks near. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time: more threads than that only wait.
+"""Assigns cores to ranks or replicas, and counts usable CPUs. Linux allocates memory near the NUMA node where a thread
+runs, so threads stay on their cores. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time: more
+threads than that only wait.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Cores in `allowed` for each process: those of one node, or of several if nodes outnumber processes. None if fewer
-    than two nodes are known or needed.
+    """Returns each process's cores in `allowed`: those of one node, or of several if nodes outnumber processes. None if
+    fewer than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -64,20 +64,20 @@ def _parse_core_list(text: str) -> Set[int]:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """At least 1. root: the folder that holds sys and proc."""
+    """Returns at least 1. `root` holds sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that this process's control groups (v1 or v2) allow. None: no limit."""
+    """Returns how many CPUs this process's control groups (v1 or v2) allow it. None: no limit."""
     return min((quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None), default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """This process's CPU groups, each with its parents. A container may see its group as the root or under its path on
-    the host, so some may not exist.
+    """Yields this process's CPU groups, each with its parents. A container may see its group as the root or under its
+    path on the host, so some may not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,5 +1,5 @@
 """Decides whether an engine process ended through its own fault: a crash, exit, hang or lack of memory. Then its
-requests are suspects. A kill from outside never counts against them.
+requests are suspects. A kill from outside counts against no request.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from dataclasses import dataclass
 FAULT_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 )
-"""By these a process normally reports its own fault. Another process can send them too; engine/main.py tells the cases
-apart.
-"""
+"""Signals by which a process usually reports its own fault. If another process sent them, engine/main.py notices."""
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
@@ -27,9 +25,8 @@ class ExitCause:
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """code: as in subprocess, minus the signal. sender: process id of a FAULT_SIGNALS sender, if any. oom_kills:
-    processes killed for lack of memory while this engine ran; None: unknown, and a SIGKILL then never counts as
-    external.
+    """`code` is subprocess's, a negative signal. `sender`: process that sent a FAULT_SIGNALS signal. `oom_kills`:
+    processes killed for lack of memory while this engine ran; None: unknown, and SIGKILL then never counts as external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

@@ -51,9 +51,9 @@ def find_gpus(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
-    """GPUs that PyTorch uses with this --device; None: the CPU. `root`: the folder that holds dev and sys. "auto"
-    follows choose_device (worker/device_plan.py) if GPUs are files in /dev. Raises ConfigError if the operator names a
-    GPU twice.
+    """Returns the GPUs that PyTorch uses with this --device; None: the CPU. `root` holds dev and sys. "auto" follows
+    choose_device (worker/device_plan.py) if GPUs are files in /dev. Raises ConfigError if the operator names a GPU
+    twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None
@@ -126,7 +126,7 @@ def _split(listed: str) -> list[str]:
 
 
 def _count_nvidia_gpus(root: Path) -> int:
-    """A container has only its own GPUs' files. WSL has one file, which counts as one GPU."""
+    """A container has only its own GPUs' files. WSL has a single file, which counts as one GPU."""
     files = [each for each in (root / "dev").glob("nvidia[0-9]*") if each.name.removeprefix("nvidia").isdigit()]
     return len(files) or int((root / "dev/dxg").exists())
 

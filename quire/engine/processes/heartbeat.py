@@ -1,5 +1,5 @@
 """The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON. A note written just
-before a crash still arrives. The pipe closes however the process ends, so the parent notices.
+before a crash still arrives. However the process ends, the pipe closes and the parent notices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
-    """Since the current step began or last made progress; 0 without a step."""
+    """Milliseconds since the current step began or last made progress; 0 without a step."""
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -59,7 +59,7 @@ class Heartbeat(ABC):
 
 
 class NullHeartbeat(Heartbeat):
-    """For an engine in its client's process, which needs no watching."""
+    """Used by an engine in its client's process, which needs no watching."""
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
         pass
@@ -98,7 +98,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = None
 
     def rank_ended(self, code: int) -> None:
-        """End this process in the same way, so the parent judges it as if it were the rank."""
+        """Ends this process as the rank ended, so that the parent judges it in the same way."""
         if code < 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)

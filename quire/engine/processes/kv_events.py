@@ -1,7 +1,7 @@
-"""vLLM's KV events, which tell external routers what an engine has cached (--kv-events-config).
-A message has three frames: topic, batch number (8 bytes, big-endian) and a KVEventBatch as msgpack. Numbers have gaps
-where batches were dropped. For earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to the
-replay endpoint. It gets one message per batch, then one with number -1.
+"""vLLM's KV events, which tell external routers what an engine has cached (--kv-events-config). A message has three
+frames: topic, batch number (8 bytes, big-endian) and a KVEventBatch as msgpack. Dropped batches leave gaps in the
+numbers. For earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to the replay endpoint,
+and gets one message per batch, then one with number -1.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 class KVEventPublisher:
-    """Sends batches from a thread; `publish` never waits. Drops batches if subscribers or the thread fall behind by
-    `max_queue_size`. Raises ConfigError for unusable endpoints.
+    """Sends batches from a thread. Drops them if subscribers or the thread are `max_queue_size` behind. Raises
+    ConfigError for unusable endpoints.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:

@@ -11,8 +11,8 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Time between checks of another process, without time in which this process could not check: whatever stopped it
-    may have stopped the other.
+    """Measures time between checks of another process. Time in which this process could not check does not count,
+    because the other may have been stopped too.
     """
 
     def __init__(self, period: float) -> None:
@@ -26,8 +26,8 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Seconds in which a process could have computed: not those in which a thread waited for a processor or a disk. So
-    an engine that is slow on an overloaded machine does not count as hanging.
+    """Counts seconds in which a process could compute, without those in which a thread waited for a processor or a
+    disk. So an engine that is slow on an overloaded machine does not count as hanging.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
@@ -45,9 +45,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited.
-        Inspect only if needed: it reads two files per thread. The first inspection after a pause subtracts nothing. The
-        kernel reports a wait when it is over, so the clock may go back a little.
+        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited. Inspecting reads two
+        files per thread, and subtracts nothing the first time after a pause. The kernel reports a wait when it is over,
+        so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -118,7 +118,7 @@ def _thread_waits(task: Path) -> tuple[float, bool]:
 
 
 def state(process: Path) -> str:
-    """State letter of a process or thread, by its directory in /proc; "" if it does not exist."""
+    """Returns a process's or thread's state letter, or "" if it does not exist."""
     try:
         # The name before it, in brackets, may contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -131,8 +131,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes the kernel killed for lack of memory in our control group, or on the machine if the group reports none.
-    None: unknown.
+    """Returns how many processes the kernel killed for lack of memory in our control group, or on the machine if the
+    group reports none. None: unknown.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:

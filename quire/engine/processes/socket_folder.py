@@ -1,6 +1,6 @@
-"""A folder for Unix sockets that does not long outlive its owner.
-The owner locks a file in it until its end. The next process that creates such a folder removes unlocked ones. Process
-ids would not do: containers that share /tmp may number theirs separately.
+"""A folder for Unix sockets, removed soon after its owner ends. The owner locks a file in it; the next process that
+creates such a folder removes unlocked ones. Process ids would not do: containers that share /tmp may number theirs
+separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""Only these and the lock file are removed: the name may also match a person's own folder."""
+"""Besides the lock file, only these are removed, because a person's folder may have the same name."""
 _MOST_BYTES = 107
 
 

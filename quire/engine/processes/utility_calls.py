@@ -1,5 +1,5 @@
 """Calls another process's methods by name, for everything except requests, aborts and outputs. A class declares the
-methods; signatures define the structs of arguments and results.
+methods; their signatures define the structs of arguments and results.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Call the method on `owner`, and return the result or its QuireError as a message. A call without a result returns
-    None and raises its QuireError. EngineError is always raised, because the process cannot continue after one.
+    """Returns the result or a QuireError as a message. A call without a result raises its QuireError. EngineError is
+    always raised, because the process cannot continue after one.
     """
     try:
         value = invoke(declared, owner, call)
@@ -127,8 +127,8 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Like `run_call`, for calls with a result. The method may be a coroutine. Other work continues, so every
-    QuireError becomes a result.
+    """Runs a call with a result, whose method may be a coroutine. Other work continues, so every QuireError becomes a
+    result.
     """
     assert call.id is not None
     try:

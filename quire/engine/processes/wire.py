@@ -15,8 +15,8 @@ LONGEST_TURN = 0.01
 
 
 class Wire:
-    """A ZeroMQ socket between two of our processes on one machine. Its queues are unlimited, so sending never blocks.
-    Messages to an ended process are dropped.
+    """A ZeroMQ socket between two processes on one machine. Its queues are unlimited, so sending never blocks. Messages
+    to an ended process are dropped.
     """
 
     def __init__(self, kind: int, *, linger_ms: int = 0, identity: bytes = b"") -> None:
@@ -44,14 +44,13 @@ class Wire:
         self._socket.send_multipart(frames)  # never blocks: the returned future is already done
 
     async def receive(self) -> list[bytes]:
-        """Return the next message's frames. One turn of the event loop receives several waiting messages, so a server
-        that lags behind its engine sends several steps' tokens together. MOST_IN_TURN and LONGEST_TURN limit the turn,
-        because the caller handles each message first.
+        """Returns the next message's frames. One turn of the event loop receives several waiting messages, so a server
+        that lags behind its engine sends several steps' tokens together. MOST_IN_TURN and LONGEST_TURN limit the turn.
         """
         is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
         if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._in_turn = 0
-            await asyncio.sleep(0)  # receiving a message that has already arrived does not let other tasks run
+            await asyncio.sleep(0)  # receiving a waiting message does not let other tasks run
         frames: list[bytes] = await self._socket.recv_multipart()
         if not self._in_turn:
             self._turn_began = clock.monotonic()

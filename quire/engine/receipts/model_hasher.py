@@ -1,5 +1,5 @@
-"""Hashes of a model and its code, for receipts. Weights are hashed when first needed, at about a second per GiB. Files
-changed meanwhile get no hash: the loaded content is unknown.
+"""Hashes of a model and its code, for receipts. Weights are hashed when needed, at about a second per GiB. Files
+changed meanwhile get no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """If these fields and the weights are equal, so are the results, bit for bit."""
+    """If these and the weights are equal, so are the results, bit for bit."""
 
     quire: str
     kernels: str
@@ -37,7 +37,7 @@ class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """By version. None if given as tensors, or if files changed or vanished before hashing."""
+    """Hashes by version; None if given as tensors, or if files changed or vanished before hashing."""
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,7 +70,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[float | None] | None = None
     """None: minus infinity, which JSON lacks."""
     prompt_logprobs: list[float | None] | None = None
-    """From the prompt's second token on."""
+    """The values start with the prompt's second token."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:

@@ -36,7 +36,7 @@ class ReplayVerdict:
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """With exactly one version of the weights."""
+    """They contain exactly one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
@@ -219,7 +219,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """Returns None if both are equal; the shorter length if one is a prefix of the other."""
+    """Returns None if both are equal; the shorter length if one is the other's prefix."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

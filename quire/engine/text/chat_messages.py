@@ -43,7 +43,7 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
-    """Fills all reasoning fields. Converts tool arguments to objects, or to JSON strings with `text_arguments`."""
+    """Fills all reasoning fields. Tool arguments become objects, or JSON strings with `text_arguments`."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}
     if not result.get("tool_calls"):

@@ -54,7 +54,9 @@ class ChatRenderer:
         content_format: Literal["auto", "string", "openai"] = "auto",
         adapt_conversations: bool = True,
     ) -> None:
-        """`variables`: defaults for `render`. Raises ModelError for a template that is invalid Jinja or never ends."""
+        """`variables` are defaults for `render`. Raises ModelError for a template that is invalid Jinja or
+        never ends.
+        """
         self._variables, self._content_format = dict(variables or {}), content_format
         self._environment = _make_environment()
         self._allow_unknown_roles = allow_unknown_roles
@@ -282,9 +284,7 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Returns "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest if
-        there is none.
-        """
+        """Prefers "tool_use" for a request with tools, else takes "default". Raises InvalidRequest if there is none."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:

@@ -27,7 +27,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopStringMatcher:
-    """The first completed stop string ends the text; if one character completes two, the longer. Possible beginnings
+    """The first completed stop string ends the text; of two completed by one character, the longer. Possible beginnings
     are held back.
     """
 
@@ -69,8 +69,8 @@ class StopStringMatcher:
 
 class IncrementalDetokenizer:
     """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
-    ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. The first `min_tokens` tokens are
-    not searched for stop strings.
+    ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. Stop strings are not searched in
+    the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 class SentencePieceDecoder:
     """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
-    U+FFFD each. This class emits complete characters, so only bytes from the first wrong one on become U+FFFD.
+    U+FFFD each; here complete characters are emitted, and only bytes from the first wrong one on become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -279,8 +279,8 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """Fallback for other decoders: decodes a window with and without the new ids, and emits the difference. The window
-    starts at a character boundary.
+    """Fallback for other decoders: decodes a window, which starts at a character boundary, with and without the new
+    ids, and emits the difference.
     """
 
     PROMPT_CONTEXT_TOKENS = 6

@@ -1,6 +1,6 @@
 """Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late because it takes 0.2 s.
 A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for hours
-(`multipleOf: 99999999`), so a worker process of the server checks it first.
+(`multipleOf: 99999999`), so one of the server's workers checks it first.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ MAX_CHECK_CPU_SECONDS = 2.0
 """The engine repeats this work and computes nothing meanwhile."""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
-r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields or 2,000 characters of any kind need 800,
-`\\p{L}{1,300}` 7,000.
+r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields needs 800, as do 2,000 characters of any kind;
+`\\p{L}{1,300}` needs 7,000.
 """
 _MAX_LARGE_LEXERS = 16
 """330 MB if full."""
 MAX_COMPILED_BYTES = 1 << 30
-"""Without lexers. A schema of five fields takes 0.15 MB, one of 130 KB 10, ten numbers with large `multipleOf` 15."""
+"""Excludes lexers. A schema of five fields takes 0.15 MB, one of 130 KB 10, ten numbers with large `multipleOf` 15."""
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
 """Lower bound of a grammar's size: some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Each byte keeps 0.5 KB, and each token tokenizes it again: 256 KB would cost 130 MB per answer and 0.1 s per
+"""Each byte keeps 0.5 KB, and each token tokenizes all again: 256 KB would cost 130 MB per answer and 0.1 s per
 token.
 """
 CHECK_STACK_BYTES = 4 << 20
@@ -48,7 +48,7 @@ _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
 _MAX_CACHED_GRAMMARS = 32
 _CHECK_TOKENS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""At most one space after a comma or colon: a model could write spaces forever."""
+"""Allows one space after a comma or colon: a model could write spaces forever."""
 _USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _INDENTED_WHITESPACE = {"whitespace_pattern": "[ \\n]{0,80}"}
 
@@ -148,8 +148,8 @@ class GrammarCompiler:
     def recompile_with_large_lexer(
         self, grammar: Grammar, exhausted: CompiledGrammar, *, exclusive: bool
     ) -> CompiledGrammar:
-        """Replaces the failed `exhausted`. Raises InvalidRequest if that was exclusive, Overloaded if there are too
-        many large lexers, and as `get_compiled` does.
+        """Replaces the failed `exhausted`. Raises InvalidRequest if that was exclusive, Overloaded for too many large
+        lexers, and get_compiled's errors.
         """
         cached = self._cache.get(grammar)
         if cached is exhausted:
@@ -212,8 +212,8 @@ class GrammarCompiler:
         return self._tokenizer.decode_bytes([token])
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles the grammar and follows it for some tokens. Callers must limit time and memory, which a hostile
-        grammar would exceed. Raises InvalidRequest.
+        """Compiles the grammar and follows it for some tokens. Callers must limit time and memory. Raises
+        InvalidRequest.
         """
         import numpy as np
 

@@ -15,7 +15,7 @@ RERANKER_PROMPT_START = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""From Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
+"""Used in Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
 
 
@@ -37,8 +37,8 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair, whose longer
-    text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
+    """Returns ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair, whose
+    longer text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)

@@ -1,5 +1,5 @@
 """Structural tags (XGrammar 0.2's format, also accepted by vLLM and SGLang): free text with tagged parts that follow a
-schema. They become a Lark grammar for llguidance. Free text is matched lazily, up to the first trigger or end.
+schema, as a Lark grammar for llguidance. Free text ends at the first trigger or end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "star": ("content",),
     "repeat": ("content", "min", "max"),
 }
-"""By type. Other fields are refused unless null, false or []."""
+"""Fields by type. Others are refused unless null, false or []."""
 _ANY_TEXT = "/(?s:.*)/"
 
 
@@ -97,7 +97,7 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """For what follows a tag's begin, by path. Not sharing them would double the grammar per level."""
+        """Rules for what follows a tag's begin, by path. Without sharing, the grammar would double per level."""
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
@@ -105,7 +105,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """Of formats that may end in free text, and so need the ends that can follow."""
+        """Writers of formats that may end in free text, and so need the ends that can follow."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,
@@ -238,7 +238,7 @@ class _GrammarWriter:
         return f"{first} {units}* {self._text_until(text, ends)}"
 
     def _write_triggered(self, text: str, trigger: str, tags: Sequence[_Tag]) -> str:
-        """Free text up to the trigger, then one of the tags, which begin with it."""
+        """Writes free text up to the trigger, then one of the tags, which begin with it."""
         for tag in tags:
             position = 0
             for part, token in self._split_at_special_tokens(tag.begin):
@@ -314,7 +314,7 @@ def _read_type(format: Any, path: str) -> str:
 
 
 def _can_end_in_free_text(format: Any) -> bool:
-    """Only the text after it shows its end."""
+    """True if only the text that follows shows where it ends."""
     if not isinstance(format, Mapping):
         return False
     if format.get("type") == "any_text":

@@ -44,8 +44,8 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def constraint_grammar(
     kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
 ) -> GrammarWithOpenObjects:
-    """`value` of json: an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural tags.
-    Raises InvalidRequest.
+    """A json `value` is an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural
+    tags. Raises InvalidRequest.
     """
     if kind == "json_object":
         if value is not True:
@@ -67,7 +67,7 @@ def constraint_grammar(
 
 
 def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
-    """A schema too long when closed stays open. Raises InvalidRequest for numbers that a grammar would round."""
+    """A schema that closing makes too long stays open. Raises InvalidRequest for numbers that a grammar would round."""
     try:
         check_exact_numbers(schema)
         schema = without_unenforced_formats(schema)

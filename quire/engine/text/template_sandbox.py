@@ -1,5 +1,5 @@
 """A Jinja sandbox against templates that never end or fill the memory. It counts steps, so the limit is the same on
-every machine. Large results are checked beforehand.
+every machine, and checks large results beforehand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_STEPS = 2_000_000
 """Limit per rendering, about a second. Real templates need about 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""In characters for a repetition such as `'=' * 80` or a format, in bits for a product."""
+"""Characters of a repetition such as `'=' * 80` or a format; bits of a product."""
 _SIZE_PER_STEP = 64
 """Characters or list entries per step: 128 million per rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
@@ -60,7 +60,7 @@ class _StepBudget:
         return "".join(str(self.charge_value(part)) for part in parts)
 
     def _value_size(self, value: Any) -> int:
-        """In characters and entries; stops above the budget."""
+        """Counts characters and entries; stops above the budget."""
         size, rest = 0, [value]
         while rest and size <= self._steps_left * _SIZE_PER_STEP:
             one = rest.pop()
@@ -220,7 +220,7 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
-    """In elements or bits; 0 if it cannot be large."""
+    """Returns elements or bits; 0 if the result cannot be large."""
     if operator == "%":
         return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):
@@ -230,7 +230,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """Above MAX_RESULT_SIZE if an argument gives a width."""
+    """Returns more than MAX_RESULT_SIZE if an argument gives a width."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)

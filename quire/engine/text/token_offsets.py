@@ -15,7 +15,7 @@ def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, 
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """In characters, never decreasing. Added tokens such as BOS begin where the next token does."""
+    """Returns offsets in characters, never decreasing. Added tokens such as BOS begin where the next token does."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
@@ -34,7 +34,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """In the original text. The post-processor, left out, may exclude a word's space."""
+    """Positions are in the original text. The post-processor, left out, may exclude a word's space."""
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         bare.normalizer = backend.normalizer

@@ -119,10 +119,10 @@ def read_eos_token_ids(
     tokenizer: ModelFiles | None = None,
     chat_template: str | None = None,
 ) -> tuple[int, ...]:
-    """All tokens that end an answer: those of generation_config.json and config.json (or the GGUF header), the
-    tokenizer's `eos_token`, and the one that ends an assistant's turn in the chat template.
-    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of a separate one. `chat_template`: see
-    templates_from_path_or_source. Ignores broken files, which other readers report.
+    """Returns all tokens that end an answer: those of generation_config.json and config.json (or the GGUF header),
+    `eos_token`, and the one that ends an assistant's turn in the chat template. `vocab_size`: the model's; larger ids
+    are dropped. `tokenizer`: files of a separate one. `chat_template`: see templates_from_path_or_source. Broken files
+    are ignored, because other readers report them.
     """
     ids: list[int] = []
     for content in (
@@ -207,10 +207,10 @@ class _SpecialTokenReader:
         return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
-        """The special token directly after an assistant's text, if it always ends the turn.
-        It must be the same after the last message and before a user's, which excludes harmony's `<|return|>` and tokens
-        that begin the user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has
-        harmony's end tokens, and a token directly before one of `ends`.
+        """Returns the special token directly after an assistant's text, if it always ends the turn: it must be the same
+        after the last message and before a user's. That excludes harmony's `<|return|>` and tokens that begin the
+        user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has harmony's end
+        tokens, and a token directly before one of `ends`.
         """
         from quire.engine.text.chat_template import (
             ChatRenderer,  # imports Jinja, which most callers do not need

@@ -1,5 +1,5 @@
 """Finds tokenizer patterns that take exponential time. The tokenizers library backtracks, cannot be interrupted, and
-panics after ten million steps. A separate process tries patterns, and ends if they take too long.
+panics after ten million steps, so a separate process tries patterns, and ends if they take too long.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Repeats one or two characters, then breaks the match. Some texts have all of the pattern's characters: the
-    library skips a text that lacks a required one.
+    """Repeats one or two characters, then breaks the match. Some texts have all of the pattern's characters, because
+    the library skips texts without a required one.
     """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
     characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]
@@ -121,7 +121,7 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 
 def main() -> None:
-    """Prints a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
+    """Prints a line before trying each pattern of a JSON list. A slow one ends the process."""
     import tokenizers  # here, because the module's other users need no tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -19,7 +19,7 @@ from quire.server.shared_capacity import SharedCapacity
 SHUTTING_DOWN_MESSAGE = "The server is shutting down"
 ASLEEP_MESSAGE = "The model is asleep and takes no requests: POST /wake_up wakes it"
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "asleep")
-"""For a 503. vLLM uses the first two names."""
+"""Reasons for a 503. vLLM uses the first two names."""
 
 
 class AdmissionTicket:
@@ -154,7 +154,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """For data of the whole server, whichever model made it."""
+    """A route to data of the whole server, whichever model made it."""
 
     names_model = False
 

@@ -22,7 +22,7 @@ from quire.server.shared_capacity import SharedCapacity
 UNCOUNTED_BYTES = 64 * 1024
 """Smaller bodies are free, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
-"""For a body that an outer application has read."""
+"""Scope key of a body that an outer application has read."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 

@@ -31,7 +31,9 @@ _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """In order of application. Raises HTTPException for unknown ones, InvalidRequest for more than MAX_LAYERS."""
+    """Returns encodings in order of application. Raises HTTPException for unknown ones, InvalidRequest for more than
+    MAX_LAYERS.
+    """
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
         _ENCODING_ALIASES.get(name, name) for entry in listed if (name := entry.strip()) not in ("", "identity")

@@ -15,9 +15,7 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """The next slot goes to the owner with the fewest, then to the least recently served. Owners are tenants; ""
-    without keys.
-    """
+    """The next slot goes to the owner with the fewest, then to the least recently served."""
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
         """`reserves_for_others`: for long work; an owner must leave others as many slots as it takes."""

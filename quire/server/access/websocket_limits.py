@@ -11,7 +11,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
-    """Of all WebSockets. With API keys, a tenant must leave others as much as it uses."""
+    """Applies to all WebSockets together. With API keys, a tenant must leave others as much as it uses."""
 
     connections: SharedCapacity
     memory: SharedCapacity

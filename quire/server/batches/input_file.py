@@ -14,11 +14,13 @@ MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by this much of their body, so that equal instructions run while their prefix is cached."""
+"""Requests are sorted by this much of their body, so that equal instructions follow each other while their prefix is
+cached.
+"""
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB. Raises
+    """Returns requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB. Raises
     OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []

@@ -38,7 +38,7 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """Writes the files and ends the batch in the same transaction. Blocks; may be called again. Raises OSError and
+    """Ends the batch in the transaction that adds its files. Blocks; may be called again. Raises OSError and
     sqlite3.Error.
     """
     new_files: list[StoredFile] = []

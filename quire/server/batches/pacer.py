@@ -14,11 +14,11 @@ from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256
-"""Of lines' prompts, without other requests. Steps stay short because a new request waits for the running one."""
+"""Queued prompt tokens of lines. Steps stay short, because a new request waits for the running one."""
 _QUIET_SECONDS = 1.0
-"""After another request, a further one is expected for this long."""
+"""Seconds after another request in which a further one is expected."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""A start holds the event loop for 2 ms, so lines pause while others have requests."""
+"""A start takes 2 ms of the event loop, so lines pause while others have requests."""
 _MAX_SLOWDOWN = 1.25
 _SMOOTHING_STEPS = 16
 """The newest step has a weight of 1/N."""
@@ -36,7 +36,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """For an unseen `num_requests`, uses steps with one request less."""
+        """If `num_requests` was not measured, uses steps with one request less."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

@@ -37,7 +37,7 @@ log = logging.getLogger("quire.server")
 BATCH_PRIORITY = 1 << 20
 """Smaller numbers go first; requests default to 0."""
 MAX_OPEN_BATCHES = 64
-"""Per API key."""
+"""Limit per API key."""
 MAX_UPLOADS = 16
 """A key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
@@ -50,7 +50,7 @@ _EXPIRED_FILES_PER_READ = 100
 
 
 class BatchRunner:
-    """For the event loop. Only the leading API process answers batches; others read and write stored ones."""
+    """Only the leading API process answers batches; others read and write stored ones."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """A separate share and limits, so that batches do not slow down the tenant's requests."""
+        """A tenant with its own share and limits, so that batches do not slow down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:

@@ -1,6 +1,4 @@
-"""One of several API processes (`python -m quire.server.cli.api_process`). It reaches the engine through the leader;
-its parent prints the announcement.
-"""
+"""One of several API processes (`python -m quire.server.cli.api_process`). It reaches the engine through the leader."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
-Each API process listens on its own socket (SO_REUSEPORT), so that connections go to the others once one ends. This
-process's socket reserves the port and never listens. All share one Unix socket.
+"""`quire serve --api-server-count N`: supervises the engines and the API processes. Each API process listens on its own
+socket (SO_REUSEPORT), so that connections go to the others once one ends. This process's socket reserves the port and
+never listens. All share one Unix socket.
 """
 
 from __future__ import annotations
@@ -174,11 +174,11 @@ class ApiProcessManager:
             await hub.changed.wait()
             texts = [each.announcement for each in hub.channels if each.announcement is not None]
         self._is_ready = True
-        with suppress(OSError):  # stdout may be closed or full; serve anyway
+        with suppress(OSError):  # stdout may be closed or full
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """The last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
+        """Returns the last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1
@@ -235,7 +235,7 @@ class ApiProcessManager:
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several signals; only a repeated Ctrl-C or SIGTERM means to hurry
+            return  # a closing terminal may send several signals
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if not self._is_ready:

@@ -39,7 +39,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
 async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
-    """Enters the lifespan itself: uvicorn would log an engine's start error instead of raising it. Raises ConfigError
+    """Enters the lifespan, because uvicorn would log an engine's start error instead of raising it. Raises ConfigError
     for unusable certificates and keys before the model is loaded.
     """
     try:

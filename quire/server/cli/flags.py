@@ -23,8 +23,8 @@ def build_parser(
 
 
 def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
-    """From space-separated names to a default, a type, False for a switch, or add_argument's arguments; from any key to
-    ExclusiveFlags; from titles to FlagGroups.
+    """`flags` maps space-separated names to a default, a type, False for a switch, or add_argument's arguments; any key
+    to ExclusiveFlags; titles to FlagGroups.
     """
     for names, spec in flags.items():
         if isinstance(spec, ExclusiveFlags):

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # such as a full disk
+    except OSError as error:  # for example, a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes again at exit
         if not isinstance(error, BrokenPipeError):  # the reader closed our output, as `head` does
             where = "" if error.filename is None else f"{error.filename}: "

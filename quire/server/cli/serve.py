@@ -230,7 +230,7 @@ class ServerRun:
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several signals; only a repeated Ctrl-C or SIGTERM means to hurry
+            return  # a closing terminal may send several signals
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
@@ -255,5 +255,5 @@ class ServerRun:
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 
     def publish_announcement(self, announcement: str) -> None:
-        with suppress(OSError):  # stdout may be closed or full; serve anyway
+        with suppress(OSError):  # stdout may be closed or full
             print(announcement, flush=True)

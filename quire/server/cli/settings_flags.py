@@ -76,8 +76,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Puts each field under the title of the first class in `titles` that has it. Omits other fields, and flags that
-    the parser has.
+    """Each field gets the title of the first class in `titles` that has it. Omits other fields, and flags that the
+    parser has.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}

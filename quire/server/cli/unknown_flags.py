@@ -109,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Positionals after a dropped flag move before all flags; otherwise an earlier list flag would take them."""
+    """Moves positionals after a dropped flag before all flags; otherwise an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,7 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Merges `--flag.key.key value` parts into one JSON object. It replaces the first part, so that it ends an earlier
+    """Merges `--flag.key.key value` parts into one JSON object in the first part's place, where it ends an earlier
     list.
     """
     known, rest = parser._option_string_actions, list(argv)

@@ -68,7 +68,7 @@ def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
 
 
 def _span_digest_text(span: MediaSpan) -> str:
-    """Part of the journal's digests: its format must not change, even if our names do."""
+    """Its format must not change, even if our names do, because the journal has its digests."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 

@@ -67,7 +67,7 @@ class RunningAnswer:
 
 
 class Background:
-    """Runs answers that continue without their caller. Forwards requests about other answers to the process that runs
+    """Runs answers that continue without their caller. Requests about other answers go to the process that runs
     them.
     """
 
@@ -211,7 +211,7 @@ class Background:
     # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Returns the count of events after number `after`, whether the last is among them, and their bytes."""
+        """Returns the number of events after number `after`, whether the last is among them, and their bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

@@ -42,7 +42,7 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_
 from quire.server.store.progress import CallProgress
 
 STREAM_ID = "X-Stream-Id"
-"""For a resumable stream: GET /v1/streams/{id}."""
+"""Header with a resumable stream's id, for GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
 """Fingerprints of all that computed the stream, if several."""
 

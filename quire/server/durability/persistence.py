@@ -56,8 +56,8 @@ class Persistence:
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Restarts a background response whose engine is gone or whose model was unloaded. If this process ends first,
-        another restarts it.
+        """Used if a background response's engine is gone or its model was unloaded. If this process ends first, another
+        restarts it.
         """
         self.unfinished_responses.add((owner, id))
 
@@ -132,7 +132,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resumes earlier processes' batches and background responses. The application must already answer requests. Among
+    """Resumes earlier processes' batches and background responses; the application must already answer requests. Among
     several processes the leader repeats this.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()

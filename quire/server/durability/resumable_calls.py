@@ -79,7 +79,7 @@ class RunningCall:
 
     def mark_ended(self) -> None:
         self.ended_event.set()
-        self.close_generation = None  # breaks the reference cycle to avoid garbage collection
+        self.close_generation = None  # frees memory without garbage collection
 
 
 class ResumableCalls:
@@ -161,7 +161,7 @@ class ResumableCalls:
                 return msgspec.structs.replace(
                     call, progress=msgspec.msgpack.decode(encoded_progress, type=CallProgress)
                 )
-        # The call or its process may have ended meanwhile.
+        # The call or its process may have ended.
         return await self.find_call(owner, call.pins.id) or call
 
     async def _handle_take_over(self, body: bytes) -> bytes | None:
@@ -202,7 +202,7 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `journal_call` or the request's end releases the claim
+            return None  # `journal_call` or the request's end releases it
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:  # the call may have to be started, so the claim stays

@@ -141,7 +141,7 @@ class ResumableOutputs(WrappedOutputs):
         super().close()
         for output in self._stream.unread:  # a later attempt must report the same cached count
             self._record_first_cached_tokens(output)
-        self._stream.ended = None  # breaks the reference cycle, so that no garbage collection is needed
+        self._stream.ended = None  # frees memory without garbage collection
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:

@@ -1,4 +1,4 @@
-"""Resolves a JSON schema's types and subschemas. Call readers and grammars share it, so that they agree on types."""
+"""Resolves a JSON schema's types and subschemas, for call readers and grammars, which must agree on types."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ThinkingSwitch:
     off_variables: Mapping[str, Any] = field(default_factory=dict)
     """Empty if thinking is off by default or cannot be switched."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By variable: the template's word for each of the APIs' words."""
+    """The template's word for each of the APIs' words, by variable."""
     is_switchable: bool = False
 
     @classmethod

@@ -1,5 +1,5 @@
 """Beam search over the engine client, by the rule in engine/text/beams.py. Each step requests one more token of every
-beam. The prefix cache holds the rest, so a step costs about one token per beam.
+beam. The prefix cache holds the rest.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class AnswerToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprob: TokenLogprob | None
     offset: int
-    """In characters of the choice's text."""
+    """Position in characters of the choice's text."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
@@ -35,9 +35,9 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] = ()
     """Ids since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
-    """Only in a choice's first delta."""
+    """Set only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """Only in a choice's first delta; None for the first token."""
+    """Set only in a choice's first delta. None for the first token."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
@@ -114,7 +114,7 @@ class ChoiceState:
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
-        # A token without text, such as part of a character, also makes a delta: clients time tokens by chunks.
+        # A token without text also makes a delta, because clients time tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
             return None

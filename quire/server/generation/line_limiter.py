@@ -22,7 +22,7 @@ class LineLimiter:
         self._num_offsets = 0
 
     def cut_delta(self, delta: TextDelta) -> TextDelta | None:
-        """Returns the answer's last delta, cut after the token that ends it; None if the answer continues."""
+        """Returns the answer's last delta, cut after the token that ends it, or None if the answer continues."""
         cut = self._find_cut(delta.text)
         if cut is None:
             self._num_characters += len(delta.text)

@@ -104,8 +104,8 @@ class LogprobBudget:
 
     @contextmanager
     def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """Yields a function that counts one call's steps. It raises InvalidRequest if the call holds too many log
-        probabilities; Overloaded if all calls do, and this one holds the most.
+        """Yields a function that counts a step. It raises InvalidRequest if the call holds too many log probabilities;
+        Overloaded if all calls do, and this one holds the most.
         """
         call_key = object()
         self._logprobs_by_call[call_key] = 0

@@ -52,7 +52,7 @@ class ResponsesApiFields:
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """For `echo`; None if only ids are known."""
+    """Needed for `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
     """Each id's start in `text`, in characters; may be empty."""
     spans: tuple[MediaSpan, ...] = ()
@@ -67,7 +67,7 @@ class RepetitionRule:
     """vLLM's repetition_detection: an answer ends when its last tokens repeat a pattern `min_count` times."""
 
     max_pattern_size: int
-    """In tokens; 0 disables the rule."""
+    """Limit in tokens; 0 disables the rule."""
     min_pattern_size: int
     min_count: int
 
@@ -79,7 +79,7 @@ class LineRule:
     min_indent: int = 0
     """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
     max_seconds: float | None = None
-    """After this time since the first token, the answer ends at the next newline."""
+    """This long after the first token, the answer ends at the next newline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class GenerationRequest(ResolvedRequest):
     comparison_id: str = ""
     """The earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
-    """For the Decisions API, one per prompt."""
+    """The Decisions API's questions, one per prompt."""
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
         assert self.checked_grammar is None, "checked once"

@@ -115,7 +115,7 @@ class SamplingGeneration(Generation):
 
     def close(self) -> None:
         self._outputs.close()
-        # Break the reference cycle to free the request without the garbage collector.
+        # Frees the request without garbage collection.
         self._outputs.sink = self._sink = None
         self._record_open_choices_as_cut("abort")
 

@@ -71,7 +71,7 @@ class VectorGeneration:
         self._outputs = outputs
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
-        """Returns vectors in input order; None if some were cut short. Raises EngineError, Timeout or QueueTimeout."""
+        """Returns vectors in input order; None if some were cut short. Raises EngineError, Timeout, QueueTimeout."""
         vectors_by_id: dict[str, np.ndarray] = {}
         try:
             async for outputs in self._outputs:

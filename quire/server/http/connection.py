@@ -24,7 +24,7 @@ log = logging.getLogger("quire.server")
 MAX_HEAD_BYTES = 64 * 1024
 """Limit for a request line with headers, a chunk's line with extensions, and trailers."""
 MAX_HEADERS = 256
-"""With trailers. Each lookup scans all headers."""
+"""Limit including trailers. Each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
 """Limit for head, chunk lines and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
@@ -43,7 +43,7 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """For a head, and for each piece of a body."""
+    """Limit for a head, and for each piece of a body."""
     write_timeout: float
     """How long an answer may wait for its reader."""
     client: EngineClient
@@ -83,8 +83,8 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
 
 
 class UnchunkedSender:
-    """For HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length ends with
-    the connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
+    """Used for HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length ends
+    with the connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -368,7 +368,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.release_references()
         super().connection_lost(exc)
         self._notify_disconnect()
-        # Break cycles to free the connection now; the garbage collector runs rarely here.
+        # Frees the connection without garbage collection, which is rare.
         self.pipeline.clear()
         self._running_cycle = None
         self.cycle = None  # type: ignore[assignment]

@@ -62,8 +62,8 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Replaces an ended server's file and keeps its permissions. Every local user may connect to a new one, as with
-    uvicorn. Raises ConfigError.
+    """Replaces an ended server's file and keeps its permissions. Like uvicorn, lets every local user connect to a new
+    one. Raises ConfigError.
     """
     try:
         mode = _remove_stale_socket(path)

@@ -49,7 +49,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=False,  # server/observe/log_setup.py writes it
-                timeout_keep_alive=75,  # most proxies wait a minute; they must never reuse a closed connection
+                timeout_keep_alive=75,  # most proxies wait a minute, and must not reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )

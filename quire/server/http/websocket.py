@@ -32,9 +32,9 @@ _CLOSE_SECONDS = 2.0
 
 
 class WebSocketConnection(WSProtocol):
-    """Passes messages to the application in pieces, so that it can bound their memory, and lets it close the connection
-    when the server stops. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for
-    clients that do not read, and cuts off open answers at the end.
+    """Passes messages to the application in pieces, which it can refuse, and lets it close the connection when the
+    server stops. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients
+    that do not read, and cuts off open answers at the end.
     """
 
     transport: BatchingTransport
@@ -85,7 +85,7 @@ class WebSocketConnection(WSProtocol):
         return message  # type: ignore[return-value]
 
     def _parse(self) -> None:
-        """Parses in parts, with other connections in between: thousands of small frames take a second."""
+        """Parses in parts, with other connections in between, because thousands of small frames take a second."""
         self._parses_soon = False
         if self.transport.is_closing():
             return self._unparsed.clear()

@@ -124,7 +124,7 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls`: by URL, the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
+        """`urls`: the field that names each URL. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
         errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)

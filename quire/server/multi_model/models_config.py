@@ -71,7 +71,7 @@ class ModelEntry:
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
     entries: tuple[ModelEntry, ...]
-    """At least one; the first is the default, loaded at the start."""
+    """The first entry is the default, loaded at the start."""
     memory_limit_bytes: int | None
     slice_seconds: float
     """A model with open requests makes room only after this time."""

@@ -56,7 +56,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Microseconds per phase. They add up to the recording's length times the number of engines."""
+    """Returns microseconds per phase. They add up to the recording's length times the number of engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":

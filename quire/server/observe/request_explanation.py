@@ -12,7 +12,7 @@ from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
-"""Per explanation, shared by its sequences. More than are kept of two sequences."""
+"""Limit per explanation, shared by its sequences. It suffices for all steps kept of two sequences."""
 MAX_BATCH_MATES = 10_000
 """Further mates are only counted."""
 
@@ -59,8 +59,8 @@ def explain_request(
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Phases of the sequence that ended last, up to `now`. "prepare" lasts from arrival to submission to the engine,
-    "answer" from the sequence's end to the response's.
+    """Phases of the sequence that ended last, up to `now`. "prepare" lasts from arrival to submission, "answer" from
+    the sequence's end to the response's.
     """
     if not timelines:
         return {"prepare": now - record.arrived_at}

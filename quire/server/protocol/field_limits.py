@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Per body, including ineffective fields."""
+"""Limit per body, including ineffective fields."""
 MAX_LISTED_TOKEN_IDS = 1024
 """Each of n answers copies logit_bias and stop_token_ids."""
 MAX_LOGPROB_TOKEN_IDS = 128

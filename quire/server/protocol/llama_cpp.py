@@ -85,7 +85,7 @@ class LlamaCppBody(EngineRequestBody):
     response_fields: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
     """Paths such as timings/prompt_ms; default: all."""
     cache_prompt: bool = True
-    """Without effect: the prefix cache never changes an answer."""
+    """Has no effect: the prefix cache never changes an answer."""
 
     @property
     def num_tokens(self) -> int:

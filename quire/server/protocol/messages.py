@@ -196,6 +196,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(None, lt=2**31)
     stream: bool = False
     metadata: dict[str, Any] | None = None
-    """Without effect."""
+    """Has no effect."""
     diagnostics: Diagnostics | None = None
     """If set, later messages can be compared with this one."""

@@ -77,7 +77,7 @@ class OllamaGenerationBody(ModelBody):
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
-    """Without effect: models stay loaded."""
+    """Has no effect: models stay loaded."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         options = [f"options.{name}" for name in self.options.model_extra or {}]

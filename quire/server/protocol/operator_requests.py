@@ -60,4 +60,4 @@ class LoadAdapterRequest(RequestBody):
 class UnloadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_int_id: int | None = None
-    """Without effect."""
+    """Has no effect."""

@@ -270,7 +270,7 @@ class GenerationBody(SamplingBody):
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
     """Log probabilities are divided by length ** length_penalty."""
     receipt: bool = False
-    """For `quire replay`, like the header X-Receipt: 1."""
+    """Requests a receipt for `quire replay`, like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
     """The conversation; its KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)

@@ -158,7 +158,7 @@ class ResponsesRequest(TranslatableBody):
     truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Without effect, because there is no obfuscation."""
+    """Has no effect, because there is no obfuscation."""
     store: bool | None = None
     background: bool = False
     previous_response_id: str | None = None

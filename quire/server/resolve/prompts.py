@@ -194,7 +194,7 @@ def build_multimodal_chat_prompt(
 
 
 def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """For models that give images their own vectors. Accepts exactly one text or image."""
+    """Used for models that give images their own vectors. Accepts exactly one text or image."""
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model embeds one text or one image, and these are {len(parts)}"

@@ -32,7 +32,7 @@ class AnswerForm:
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """By their names in a chat or completion."""
+    """The API's names, by names in a chat or completion."""
     allows_receipt: bool = True
 
 

@@ -119,7 +119,7 @@ async def retrieve_response(
             grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
             return EventStream(events, ignore_disconnect, {}, config)
         summary = await _find_response_summary(request, response_id)  # it may just have ended
-        if summary.about["status"] in UNFINISHED_STATUSES:  # its server has ended, and no other has resumed it
+        if summary.about["status"] in UNFINISHED_STATUSES:  # no other server has resumed it
             raise Overloaded("The response is about to be resumed. Please try again")
         return EventStream(
             _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config

@@ -118,7 +118,7 @@ def open_data_dir(
     retention_seconds: float = 0,
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
-    """`max_bytes` bounds stored objects, files and calls separately. `live_processes` already share the data.
+    """`max_bytes` bounds objects, files and calls separately. `live_processes` already share the data.
     `retention_seconds` 0: unlimited. Raises ConfigError.
     """
     database = Database(folder, connect)

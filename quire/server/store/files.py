@@ -87,7 +87,7 @@ class Files:
         self.sizes = BytesByOwner()
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Only in the owning process."""
+        """Filled only in the owning process."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
@@ -130,8 +130,8 @@ class Files:
         return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Raises OSError if the content is gone; InvalidRequest if there is no room because the process with the
-        reservation was replaced.
+        """Raises OSError if the content is gone; InvalidRequest without room, because the process with the reservation
+        was replaced.
         """
         with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)

@@ -47,7 +47,7 @@ class Garbage:
 
     @contextmanager
     def stage_unpublished_items(self, owner: str, items_key: str) -> Iterator[UnpublishedItems]:
-        """For items written in several transactions: deletes them unless the last one calls `publish_items`."""
+        """Deletes items that several transactions write, unless the last one calls `publish_items`."""
         staging = UnpublishedItems(self, owner, items_key, self._unpublished_numbers)
         try:
             yield staging

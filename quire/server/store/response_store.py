@@ -19,7 +19,7 @@ from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OB
 from quire.server.store.storage_quota import StorageQuota
 
 MAX_PAGE_BYTES = 4 << 20
-"""A page ends with the item that reaches this: 100 large items are 400 MB."""
+"""A page ends with the item that reaches this, because 100 large items are 400 MB."""
 _DELETED_COLUMNS = "id, coalesce(items_key, id), size, count, length(data), created"
 ObjectKind = Literal["response", "conversation"]
 
@@ -69,7 +69,7 @@ class ObjectToStore:
     stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())
     unfinished: bool = False
-    """Only this process can finish it."""
+    """Only this process can finish the object."""
 
 
 class Store:

@@ -111,8 +111,8 @@ class WriteAheadLog:
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
-        """If True, journal all earlier tokens, then call `discard_other_half`. `open_calls`: (number, owner, id,
-        num_choices).
+        """Returns True if the caller must journal all earlier tokens, then call `discard_other_half`. `open_calls`:
+        (number, owner, id, num_choices).
         """
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
             self._is_compacting = True

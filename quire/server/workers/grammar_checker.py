@@ -31,7 +31,7 @@ _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
 
 
 def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
-    """Runs in a worker. `encoded_grammar`: JSON. Raises InvalidRequest if no answer can follow the grammar."""
+    """Runs in a worker. Raises InvalidRequest if no answer can follow the grammar."""
     grammar = msgspec.json.decode(encoded_grammar, type=Grammar)
     error_messages: list[str] = []
 
@@ -67,9 +67,8 @@ class GrammarChecker:
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
         """Raises InvalidRequest, with the grammar's parameter, for the first grammar that is wrong, unsupported or too
-        complex, and the errors of WorkerPool.run_job.
-        `parts`: components of the last grammar, by the caller's names. An error names a part that is wrong alone,
-        because the caller wrote the part, not the grammar.
+        complex, and the errors of WorkerPool.run_job. `parts`: components of the last grammar, by the caller's names.
+        An error names a part that is wrong alone, because the caller wrote only the part.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)

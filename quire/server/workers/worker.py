@@ -34,7 +34,7 @@ from quire.server.served_model import ServedModel, ServedModelSpec
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
-"""Running streams come before new requests, so workers yield to the server and its engine."""
+"""Workers yield to the server and its engine, because running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
 """A worker that has grown by more ends after its answer."""
 

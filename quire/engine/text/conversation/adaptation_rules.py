@@ -28,8 +28,8 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""Inserted, in this order of preference, between two messages that a template refuses in succession and that cannot be
-merged.
+"""Inserted between two messages that a template refuses in succession and that cannot be merged; the first is
+preferred.
 """
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",

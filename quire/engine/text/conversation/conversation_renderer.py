@@ -30,8 +30,8 @@ class ConversationRenderer:
     def __init__(
         self, units: Sequence[MessageUnit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
     ) -> None:
-        """`render` raises InvalidRequest if the template refuses. `prompt`: add a generation prompt; None: continue the
-        last message.
+        """`render` raises InvalidRequest if the template refuses. `prompt`: whether a generation prompt follows; None:
+        the last message is continued.
         """
         self._units = units
         self._render_messages = render
@@ -39,7 +39,7 @@ class ConversationRenderer:
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest naming messages[i] that no rule renders (unless `allow_missing`) or that need a rule
+        """Raises InvalidRequest with messages[i] that no rule renders (unless `allow_missing`) or that need a rule
         (without `adapt`).
         """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}

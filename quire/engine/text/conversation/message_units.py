@@ -92,7 +92,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Returns call indices of results. Results without id answer the first open call, by name if given."""
+    """Returns call indices of results. Results without id answer the first open call, of the same name if given."""
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))

@@ -133,7 +133,7 @@ class ConversationPlanner:
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
         """Returns the first rule that the template accepts with a usual continuation, or else the first it accepts.
-        False: it accepts none, and the unit stays as sent.
+        False: it accepts none, and the unit stays unchanged.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None

@@ -67,7 +67,7 @@ def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tup
 
 
 def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Each token that contains the text, and each that ends with a prefix of it, followed by the rest's tokens."""
+    """Yields each token that contains the text, and each that ends with a prefix of it, with the rest's tokens."""
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
     yield from ((token,) for token in _find_tokens(encoded, vocabulary))
     rests = {len(text[:index].encode()): _encode_within_text(text[index:], tokenizer) for index in range(1, len(text))}
@@ -80,8 +80,8 @@ def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int
 
 
 def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens of a text that follows other text: many tokenizers put a space before a first token. Empty if it always
-    merges with its predecessor.
+    """Returns a text's tokens after other text, because many tokenizers put a space before a first token. Empty if it
+    always merges with its predecessor.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)

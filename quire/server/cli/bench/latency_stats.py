@@ -30,7 +30,7 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """In milliseconds."""
+    """Its values are milliseconds."""
 
     mean: float
     p50: float

@@ -1,5 +1,5 @@
-"""A cheap HTTP/1.1 client for server-sent events: it usually shares the server's processor. The transport's callback
-reads chunks, and the request's task wakes once, at the end.
+"""A cheap HTTP/1.1 client for server-sent events, because it usually shares the server's processor. The transport's
+callback reads chunks, and the request's task wakes once, at the end.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _latency_figures(name: str, values: Sequence[float], percentiles: Sequence[f
 
 
 def interpolated_percentile(ordered: Sequence[float], percent: float) -> float:
-    """Like NumPy, which vLLM uses."""
+    """Interpolates like NumPy, which vLLM uses."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

@@ -169,7 +169,7 @@ def _switch_model(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def image_data_url(name: str) -> str:
-    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError or InvalidRequest."""
+    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError, InvalidRequest."""
     from quire.engine.images.image_decoding import (  # images are rare
         MAX_FILE_BYTES,
         open_image,

@@ -23,7 +23,9 @@ _MEMORY_SHARE = 0.9
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """Smallest first: it is loaded at the start and is the default. Raises ConfigError if none can be served."""
+    """Puts the smallest model first: it is loaded at the start and is the default. Raises ConfigError if none can be
+    served.
+    """
     cache = scan_hub_cache()
     downloads = (
         [] if cache is None else [each for each in iterate_downloads(cache) if each.has_weights and each.ref == "main"]

@@ -29,8 +29,8 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Measures if the cache is empty or a day old. Keeps the better figures: other programs only lower them. None: no
-    kernels for this processor.
+    """Measures if the cache is empty or a day old. Keeps the better figures, because other programs only lower them.
+    None: no kernels for this processor.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
@@ -84,7 +84,7 @@ def _read_rates_by_machine() -> dict[str, CpuRates]:
 
 
 def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
-    """If this fails, the next plan measures again."""
+    """Ignores errors, because the next plan can measure again."""
     try:
         file = _rates_file()
         file.parent.mkdir(parents=True, exist_ok=True)

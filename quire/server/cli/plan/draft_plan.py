@@ -67,8 +67,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Per request and device, outside KV blocks; see worker/device_memory.py. One of `num_devices_per_memory` devices
-    drafts.
+    """Returns bytes per request and device, outside KV blocks; see worker/device_memory.py. One of
+    `num_devices_per_memory` devices drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
     return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory

@@ -1,5 +1,5 @@
-"""Estimates what fits in memory, and how fast the model can be. The roofline model (Williams et al., 2009) bounds
-speed: a step takes at least as long as reading its weights and keys once, and as its arithmetic.
+"""Estimates what fits in memory, and how fast the model can be. By the roofline model (Williams et al., 2009), a step
+takes at least as long as reading its weights and keys once, and as its arithmetic.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """On all devices."""
+    """Bytes on all devices."""
     draft: int
-    """On one device."""
+    """Bytes on one device."""
     draft_share: int
     """Bytes per device, if the devices that share a memory share the draft's KV."""
     split: int
@@ -262,8 +262,8 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """Rough; the engine measures it: 20 hidden states per token of `width` bytes per number, and copies of the
-    logits.
+    """A rough value, which the engine measures: 20 hidden states per token of `width` bytes per number, and copies of
+    the logits.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 

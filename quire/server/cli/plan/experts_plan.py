@@ -21,9 +21,9 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
     min_experts: int
-    """Per layer, on the device with the fewest."""
+    """Experts per layer on the device with the fewest."""
     max_experts: int
-    """Per layer, on the device with the most."""
+    """Experts per layer on the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
     """0: all in memory."""

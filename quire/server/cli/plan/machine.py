@@ -31,7 +31,7 @@ FLASH_BLOCK_SIZES = {
 MAX_FLASH_HEAD_DIM = 256
 """flash-attn's limit. It also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Without weights and KV cache; measured on Linux."""
+"""Memory besides weights and KV cache, measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """In tokens, by attention backend. "auto": flash-attn if possible, assuming that everything is installed.
+        """Returns tokens, by attention backend. "auto": flash-attn if possible, assuming that everything is installed.
         `is_8_bit`: flash-attn's larger blocks do not hold it. `block_size`: used if the backend has it.
         """
         if divides_tokens:

@@ -25,7 +25,7 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """(all weights as read, one device's as stored). `in_8_bits`: the embedding too. `expanded`: see
+    """Returns all weights as read, and one device's as stored. `in_8_bits`: the embedding too. `expanded`: see
     Machine.expands_weights; requires `quantized` None.
     """
     width = DTYPE_BYTES[dtype]
@@ -66,8 +66,8 @@ def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) ->
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """Per device: both ends of a pipeline hold a tied head, and CPU kernels pack a copy of an unquantized one. `bits`:
-    of a quantized embedding.
+    """Returns bytes per device: both ends of a pipeline hold a tied head, and CPU kernels pack a copy of an unquantized
+    one. `bits`: of a quantized embedding.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):

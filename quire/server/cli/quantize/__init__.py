@@ -71,7 +71,7 @@ def main(argv: Sequence[str], started: float) -> int:
         samples = _tokenized_samples_json(args.smooth, args.smooth_strength, name, path)
         program.append(str(args.smooth_strength))
     status = subprocess.run(program, input=samples, text=True).returncode
-    if status < 0:  # for example killed for lack of memory
+    if status < 0:  # for example, killed for lack of memory
         print(f"quire quantize: it was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return 1 if status < 0 else status
 

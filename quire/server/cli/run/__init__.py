@@ -84,9 +84,9 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
 def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Answered and permanently refused custom_ids.
-    Removes an incomplete last line and failures of `requested` ids, permanent ones only with `retry_refused`. Raises
-    ConfigError, and changes nothing, if the file is not an output of this command.
+    """Returns answered and permanently refused custom_ids. Removes an incomplete last line and failures of `requested`
+    ids, permanent ones only with `retry_refused`. Raises ConfigError, and changes nothing, if the file is not an output
+    of this command.
     """
     done: set[str] = set()
     refused: set[str] = set()
@@ -111,7 +111,7 @@ def trim_output_and_read_finished_ids(
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in retried or not is_failure(it))
             new.flush()
-            os.fsync(new.fileno())  # sync before replacing the old file
+            os.fsync(new.fileno())  # before replacing the old file
         shutil.copymode(path, part)
         part.replace(path)
     return done, refused

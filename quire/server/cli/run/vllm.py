@@ -15,7 +15,7 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""Number of values by flag. They have no effect; results are appended as they finish."""
+"""Number of values by flag. The flags have no effect; results are appended as they finish."""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 

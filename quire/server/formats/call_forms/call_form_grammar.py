@@ -110,6 +110,8 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """An answer that starts with the first three atoms, with any whitespace, is calls and not text."""
+        """Matches the start of calls: an answer that begins with the first three atoms, whatever the whitespace, is no
+        text.
+        """
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

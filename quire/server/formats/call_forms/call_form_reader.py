@@ -79,7 +79,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Text may merely mention an `unwrapped` head, so a tool's name and arguments must follow it."""
+        """Text may only mention an `unwrapped` head, so a tool's name and arguments must follow it."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source

@@ -9,7 +9,7 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""Matches what is hardly ordinary text: a tag, its start, or capitals and a bracket."""
+"""Hardly occurs in ordinary text: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
 

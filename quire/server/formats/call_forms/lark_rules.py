@@ -35,7 +35,7 @@ class LarkRules:
 
     def split_literal(self, literal: str) -> list[str]:
         """Splits at special tokens, and splits off each text's leading whitespace. llguidance takes the longest
-        matching word and does not backtrack, so no word may be a prefix of another at the same place.
+        matching word and does not backtrack, so no word may be another's prefix at the same place.
         """
         expressions = []
         for piece in self.literal_parts(literal):
@@ -75,7 +75,7 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Requires the whitespace before the first tag of `end`: parsers remove no more than that."""
+        """Requires the whitespace before the first tag of `end`, because parsers remove no more."""
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
         first, *more = self.literal_parts(core)
@@ -95,7 +95,7 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
-    """Writes rules for values that fit a JSON schema. Drops constraints that Lark cannot express."""
+    """Writes rules for values that fit a JSON schema, without constraints that Lark cannot express."""
 
     rules: LarkRules
     spelling: LiteralSpelling

@@ -16,8 +16,8 @@ def schema_pattern(schema: Any) -> str | None:
 
 
 def full_match_pattern(pattern: str) -> str:
-    """JSON schema searches; this matches fully. Anchors inside an alternative stay; the grammar compiler
-    refuses them.
+    """JSON schema searches; this matches fully. Anchors inside an alternative stay, and the grammar compiler refuses
+    them.
     """
     alternatives, depth = [""], 0
     for part in REGEX_PART.findall(pattern):
@@ -30,7 +30,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Matches a text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
+    """Matches a text, then `end`. The text must not contain `stop`, where parsers end it."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body

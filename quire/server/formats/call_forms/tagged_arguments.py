@@ -40,7 +40,7 @@ class TaggedArguments(ArgumentsForm):
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Name of list elements if lists and objects are written as elements; the elements' names follow
+    """Name of list elements if lists and objects are written as elements. The elements' names follow
     `element_prefix`.
     """
 

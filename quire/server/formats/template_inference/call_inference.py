@@ -105,7 +105,7 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """Returns the head without the tag around one or all calls; nothing if no tag with a name remains."""
+    """Returns the head without the tag around one or all calls, or nothing if no tag with a name remains."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()

@@ -15,7 +15,7 @@ USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
 PROBE_NAMES = ("qfirstq", "qsecondq")
 PROBE_KEYS = ("qkeyoneq", "qkeyaq")
-"""Not alphabetical, to detect sorting."""
+"""Not in alphabetical order, so that sorting shows."""
 PROBE_VALUES = ("qvaloneq", "qvaltwoq")
 SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
 """Mistral's templates refuse ids other than nine letters and digits."""

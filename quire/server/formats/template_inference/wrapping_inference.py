@@ -29,7 +29,7 @@ class CallWrapping:
 
 
 def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str) -> CallWrapping:
-    """`one`, `two`: answers with one and two calls, without `lead`, with slots for arguments. Raises
+    """`one` and `two` are answers with one and two calls, without `lead`, with slots for arguments. Raises
     TemplateInferenceError.
     """
     before, _, after = one.partition(ARGUMENTS_SLOT)

@@ -1,5 +1,5 @@
 """Repairs a model's JSON object as it arrives, if its meaning is clear: control characters, invalid escapes, Python's
-quotes and constants, bare words, wrong commas and colons, unclosed brackets. Valid JSON passes unchanged.
+quotes and constants, bare words, wrong commas and colons, unclosed brackets.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class JsonRepairer:
         """Counts each bracket in `_open_closers`, because there may be many stray ones."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         self._is_first = True
-        """The open object or list is empty, or a comma waits for what follows it."""
+        """The open object or list is empty, or a comma waits for what follows."""
         self._pending_comma = ""
-        """With the whitespace after it. Written only if something follows."""
+        """The comma and the whitespace after it, which are written only if something follows."""
         self._quote = ""
         self.is_done = False
         self.is_broken = False

@@ -34,8 +34,8 @@ def quote_lark_string(literal: str) -> str:
 
 
 def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
-    """`in_words` splits the call like %json: llguidance takes the longest word and does not backtrack, so a longer word
-    would hide another object with the same start.
+    """`in_words` splits the call as %json does: llguidance takes the longest word and does not backtrack, so a longer
+    word would hide another object with the same start.
     """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
     return [

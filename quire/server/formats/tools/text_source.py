@@ -1,4 +1,4 @@
-"""Text that arrives in pieces. Parsers are generators that yield for more. They decide only on sufficient text, so
+"""Text that arrives in pieces. Parsers are generators that yield for more, and decide only on sufficient text, so
 results do not depend on how text was cut.
 """
 
@@ -14,7 +14,7 @@ ParserSteps = Generator[None, None, Result]
 MAX_TOOL_NAME_LENGTH = 256
 """Bounds the characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
-"""Bounds whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
+"""Longest whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
 
 SPACE = re.compile(r"\s*")
 

@@ -171,7 +171,7 @@ class ChatWriter(ChunkWriter):
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
-        """By choice, its open custom tool call's index and input decoder."""
+        """Index and input decoder of each choice's open custom tool call."""
 
     def first_events(self) -> bytes:
         ids = self._request.prompts[0].ids if self._request.return_token_ids else None

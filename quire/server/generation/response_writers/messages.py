@@ -122,8 +122,8 @@ def content_block(part: OutputPart) -> dict[str, Any]:
 
 
 def parse_tool_arguments(text: str) -> dict[str, Any]:
-    """Parses arguments that may be cut off, as clients parse partial streams. Wraps values other than objects, so that
-    no output is lost.
+    """Parses arguments that may be cut off, as clients parse partial streams. Other values are put into an object, so
+    that no output is lost.
     """
     try:
         arguments = from_json(text or "{}", allow_partial=True)

@@ -113,7 +113,7 @@ def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors
 
 
 def normalize_vector(vector: np.ndarray) -> list[float]:
-    """Like Ollama, scales to length 1."""
+    """Scales to length 1, as Ollama does."""
     length = float(np.linalg.norm(vector))
     normalized: list[float] = (vector / length if length else vector).tolist()
     return normalized

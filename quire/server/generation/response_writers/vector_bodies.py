@@ -34,7 +34,9 @@ def embeddings_body(
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
-    """/v1/embeddings, and /pooling with other names. `vector_size`: numbers per vector if each token has one."""
+    """Makes the answer of /v1/embeddings and, with other names, of /pooling. `vector_size`: numbers per vector if each
+    token has one.
+    """
     key = "embedding" if kind == "embedding" else "data"
     encoded_vectors = [
         _encode_base64(each) if encoding == "base64" else _to_numbers(each, vector_size) for each in vectors

@@ -36,7 +36,7 @@ MAX_ITEMS = 10_000
 MAX_ADDED_ITEMS = 1_000
 """Bounds a request: one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""A response reads all of it, so it has as many bytes as a body's default."""
+"""A response reads a whole conversation, which has as many bytes as a body's default."""
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
 """Bounds what a request stores: the text of a million tokens."""

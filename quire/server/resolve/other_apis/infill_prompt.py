@@ -21,11 +21,11 @@ OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
 """Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. For shorter contexts, half the context."""
+"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. A shorter context's half, if that is less."""
 MAX_TOKEN_CHARACTERS = 32
 """Texts with more characters per token are cut before tokenization: their tokens would not fit."""
 _GUARD = "\u263a"
-"""Precedes a text, so that the tokenizer adds its first space before this and not before the text."""
+"""Precedes a text, so that the tokenizer adds its first space here and not before the text."""
 
 
 def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:

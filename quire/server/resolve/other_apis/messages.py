@@ -51,7 +51,7 @@ ANTHROPIC_FIELD_NAMES = {
 }
 MESSAGES_FORM = AnswerForm(MessagesWriter, "msg_", ANTHROPIC_FIELD_NAMES)
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
-"""Claude Code's first system line. It changes with every request, which defeats the prefix cache."""
+"""Claude Code's first system line. It changes with every request, and so defeats the prefix cache."""
 
 
 def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:

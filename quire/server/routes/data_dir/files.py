@@ -118,13 +118,13 @@ class _UploadSpaceReserver:
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
 
     async def release_reservation(self) -> None:
-        with suppress(sqlite3.OperationalError):  # a new data process has no reservations
+        with suppress(sqlite3.OperationalError):  # a new data process has none
             await asyncio.to_thread(self._files.release, self.id)
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Runs in one thread, and finishes even if the caller gives up. Errors delete the content, except StoreUnreachable:
-    the file may have been added.
+    """Runs in one thread, and finishes even if the caller gives up. Errors delete the content, except StoreUnreachable,
+    because the file may have been added.
     """
     is_kept = False
     try:
