@@ -31,7 +31,6 @@ class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
     """unavailable: not compared, or no vendor's reason fits."""
     changed: str = ""
-    """The first part that changed, or messages."""
     missed_tokens: int = 0
     reusable_tokens: int = 0
 

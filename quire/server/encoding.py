@@ -17,7 +17,6 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 PING_EVENT = b": ping\n\n"
-"""Clients skip it."""
 
 
 def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> bytes:

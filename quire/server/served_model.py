@@ -74,11 +74,9 @@ class ServedModelSpec:
 @dataclass(frozen=True, kw_only=True)
 class ServedModel(ServedModelSpec):
     names: tuple[str, ...]
-    """The first is the model's own."""
     chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
     fetched_images: Mapping[str, bytes] = field(default_factory=dict)
-    """Images of the current request, by URL."""
     adapters: Collection[str] = ()
     """A live view of LoRA adapters' names."""
     created: int = 0

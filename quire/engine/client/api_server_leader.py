@@ -220,7 +220,6 @@ class ApiServerLeader:
         return self.client.engine_core.weights_version
 
     async def ask(self, identity: bytes, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        """`identity`: the API process that asks."""
         if to == LEADER:
             own_answer = await self.answering.answer(topic, body)
             bodies = [] if own_answer is None else [own_answer]

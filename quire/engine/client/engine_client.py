@@ -100,7 +100,6 @@ class EngineClient:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of open requests without output."""
         return self._queued_tokens + self._queued_elsewhere
 
     @property
@@ -212,7 +211,6 @@ class EngineClient:
         return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
-        """Readers get the finish reason "abort"."""
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:

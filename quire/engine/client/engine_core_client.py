@@ -57,7 +57,6 @@ class EngineCoreClient(ABC):
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.deaths = 0
-        """Engine processes that ended unexpectedly."""
         self.replays = 0
         """Each replay of a request counts."""
         self.quarantined = 0

@@ -39,7 +39,6 @@ _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
-"""A process that cannot start explains why in its last message."""
 _INSPECT_SECONDS = 1.0
 """After this time without heartbeat or progress, RunnableClock inspects the engine's threads."""
 
@@ -265,8 +264,8 @@ def engine_json(config: EngineConfig) -> str:
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """Processes started in this block block FAULT_SIGNALS. Another process's signal then waits until the engine can
-    report its sender.
+    """Processes started in this block inherit a mask of FAULT_SIGNALS. Another process's signal then waits until the
+    engine can report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:

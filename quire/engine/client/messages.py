@@ -57,11 +57,8 @@ class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """Result of START and `load_weights`."""
-
     info: EngineInfo
     failure: str | None = None
-    """Why the previous configuration was kept."""
 
 
 class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +75,6 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     quarantined: int
     failure: Fault | None
     open: dict[str, int]
-    """Open requests of all API processes, by tenant."""
     queued_tokens: int
 
 

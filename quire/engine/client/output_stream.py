@@ -19,8 +19,6 @@ MAX_BACKLOG = 2**18
 
 
 class Reader(Protocol):
-    """Takes the outputs of one call's requests."""
-
     ids: Sequence[str]
     tenant: str
     call: str
@@ -130,7 +128,7 @@ class OutputStream(OutputSource):
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
-        """The reader gets the error after the pending outputs."""
+        """The reader gets pending outputs before the error."""
         self._open.clear()
         self._error = error
         self._wake()

@@ -34,7 +34,6 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCall
 log = logging.getLogger("quire.supervisor")
 
 _END_SECONDS = 60.0
-"""Time for a failed process to end by itself."""
 
 
 class ProcessClient(ExclusiveClient):
@@ -103,7 +102,6 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def free(self) -> bool:
-        """The engine would soon compute a new request."""
         return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
@@ -137,7 +135,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Wait for a change in the engine. Raises the change's error."""
+        """Waits for a change in the engine. Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:

@@ -21,7 +21,7 @@ class ApiProcessChannel:
         self.welcomed = False
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
-        """Startup text that the process sends once it listens."""
+        """Startup text, sent once the process listens."""
         self.fault: Fault | None = None
         self.silence = 0.0
         """Seconds since the last message, without time in which the leader could not receive."""

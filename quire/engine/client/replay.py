@@ -33,7 +33,7 @@ class Replay:
         self._isolated: set[str] = set()
         """Uncleared suspects that the engine has; nothing else is submitted meanwhile."""
         self._lone_crashes: dict[str, int] = {}
-        """Engines in a row that a request ended while alone in them."""
+        """Successive engines that a request ended while alone in them."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))

@@ -108,7 +108,6 @@ class ReplicatedClient(ExclusiveClient):
         await self._change(lambda each: each.check(weights))
 
     async def _change(self, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Changes all replicas. If none can, raises one replica's error."""
         living = [each for each in self._replicas if each.failure is None]
         if self.failure is not None:
             raise self.failure
@@ -198,7 +197,7 @@ class ReplicatedClient(ExclusiveClient):
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Suspects stay."""
+        """Moves all requests but suspects."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -258,7 +257,6 @@ class ReplicatedClient(ExclusiveClient):
 
 
 def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
-    """True if both surely have equal pieces, as requests of one call do."""
     return (one.prompt_ids, one.cache_salt, one.adapter, one.spans) == (
         other.prompt_ids,
         other.cache_salt,

@@ -25,7 +25,7 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""Beyond the group's timeout a receiver counts as hanging."""
+"""A receiver that takes this much longer than the group's timeout counts as hanging."""
 _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
@@ -151,7 +151,7 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Raises InvalidRequest with the process's error, or EngineError if the process ends or hangs."""
+        """Raises InvalidRequest with the process's error, EngineError if it ends or hangs."""
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS

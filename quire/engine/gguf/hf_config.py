@@ -22,7 +22,6 @@ _SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _NULLABLE_FIELDS = ("num_key_value_heads", "q_lora_rank")
-"""null differs from a missing field."""
 EMBEDDING_TENSOR = "token_embd.weight"
 _LM_HEAD_TENSOR = "output.weight"
 _ROPE_FACTORS_TENSOR = "rope_freqs.weight"

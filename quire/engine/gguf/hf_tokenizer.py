@@ -40,10 +40,10 @@ _END_TOKENS = {
     "<end_of_utterance>",
     *HARMONY_END_TOKENS,
 }
-"""Files list one or two of them, and may give others the normal type."""
+"""Files list one or two of these, and may give others the normal type."""
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_SPLIT_CHARACTERS = 2**28
-"""Over all splits of SentencePiece tokens; Gemma has about 2**25."""
+"""Limit for all splits of SentencePiece tokens; Gemma has about 2**25."""
 
 
 def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """Adds BOS and EOS as the file asks. `adds_bos`: for a missing add_bos_token."""
+    """Adds BOS and EOS as the file asks. `adds_bos` replaces a missing add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

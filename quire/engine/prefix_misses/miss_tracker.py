@@ -46,8 +46,6 @@ class _OpenRequest:
 
 @dataclass(slots=True)
 class _PromptInConversation:
-    """Shared by a call's requests with the same prompt."""
-
     prompt: list[int]
     conversation: Conversation | None = None
     turn_number: int = 0

@@ -197,7 +197,6 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """Returns tokens, and the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

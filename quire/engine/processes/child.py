@@ -75,7 +75,7 @@ class Child:
         return self.process.poll()
 
     def end(self) -> None:
-        """Close standard input, which asks the process to end."""
+        """Asks the process to end by closing standard input."""
         with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
             self._lifeline.close()
 
@@ -128,7 +128,7 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """A deleted directory is replaced: PyTorch's libraries need one to load."""
+    """Replaces a deleted directory, because PyTorch's libraries need one to load."""
     try:
         os.getcwd()
     except FileNotFoundError:

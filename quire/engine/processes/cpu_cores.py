@@ -30,7 +30,7 @@ def allowed_cores() -> Set[int]:
 
 
 def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
-    """Number of physical cores."""
+    """Counts physical cores."""
     firsts = set()
     for core in cores:
         try:

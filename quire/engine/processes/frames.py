@@ -25,7 +25,6 @@ def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises IncompleteReadError at the end of the stream."""
     (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
     return await reader.readexactly(length)
 

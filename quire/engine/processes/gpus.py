@@ -107,7 +107,6 @@ def describe_division(parts: Sequence[Sequence[str]]) -> str:
 
 
 def _visible(variable: str, listed: str | None, bound: int | None, count: int) -> VisibleGPUs:
-    """`bound`: number of GPUs; None or 0: unknown."""
     if listed is None:
         return VisibleGPUs(variable, tuple(map(str, range(count))))
     ids: list[str] = []

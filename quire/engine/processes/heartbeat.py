@@ -81,7 +81,7 @@ class PipeHeartbeat(Heartbeat):
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
-        """time.monotonic() when the current step began or last made progress."""
+        """Value of time.monotonic() when the current step began or last made progress."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:

@@ -100,7 +100,6 @@ class Stopped:
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """None if unreadable. `process`: its directory in /proc."""
     try:
         # Fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
@@ -144,7 +143,6 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """memory.events (control groups v2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -70,7 +70,6 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[float | None] | None = None
     """None: minus infinity, which JSON lacks."""
     prompt_logprobs: list[float | None] | None = None
-    """The values start with the prompt's second token."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:

@@ -9,7 +9,6 @@ from quire.engine.receipts.receipt import ChoiceReceipt
 
 class ReceiptRecorder(WrappedOutputs):
     def __init__(self, outputs: OutputSource, requests: Sequence[EngineCoreRequest]) -> None:
-        """`requests`: one per choice, in order."""
         super().__init__(outputs)
         versions = outputs.record_versions()
         self._receipts_by_id = {
@@ -31,7 +30,6 @@ class ReceiptRecorder(WrappedOutputs):
             self._receipts_by_id[output.id].add_output(output)
 
     def choice_receipts(self, choices: Iterable[tuple[int, str]]) -> list[ChoiceReceipt]:
-        """`choices`: used tokens and finish reason of each."""
         return [
             receipt.truncated(count, reason)
             for receipt, (count, reason) in zip(self._receipts_by_id.values(), choices, strict=True)

@@ -34,7 +34,7 @@ from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, Te
 from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descriptions, put_tools_in_system_message
 
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
-"""Default to "": templates concatenate them, but some tokenizers lack them."""
+"""Missing ones are "", because templates concatenate them."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Ends the final message, as in transformers."""
 MAX_PROBE_STEPS = 100_000

@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Tokens still to come in which stop strings do not count."""
+        """Number of coming tokens in which stop strings do not count."""
         self._num_emitted = 0
         self._num_decoded = 0
         """Characters emitted or held back."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""The engine repeats this work and computes nothing meanwhile."""
+"""The engine repeats this work, and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
 r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields needs 800, as do 2,000 characters of any kind;
@@ -250,7 +250,6 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Converts llama.cpp's GBNF, which vLLM's users write."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):

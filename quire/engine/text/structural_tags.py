@@ -249,7 +249,7 @@ class _GrammarWriter:
         return f"{self._text_until(text, (trigger,))} {rests}"
 
     def _write_tag(self, tag: _Tag, skipped: int = 0) -> str:
-        """`skipped`: characters of `begin` already written."""
+        """The first `skipped` characters of `begin` are already written."""
         if (content := self._content_rules.get(tag.path)) is None:
             path = f"{tag.path}.content"
             content = self._content_rules[tag.path] = self._add_rule(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""The only backend allows at most one space."""
+"""Ignored, because the only backend allows at most one space."""
 
 
 class GrammarWithOpenObjects(NamedTuple):

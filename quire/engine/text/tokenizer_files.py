@@ -38,8 +38,6 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json."""
-
     bos_token: _SpecialToken
     eos_token: _SpecialToken
     unk_token: _SpecialToken
@@ -169,7 +167,7 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """Loading more than special tokens' ids takes a second."""
+    """Loads only special tokens' ids, because more takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()

@@ -69,7 +69,7 @@ class BodyReader:
         self._open_bodies: set[BodyBuffer] = set()
         self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
         self._decode_slots = FairSemaphore(1)
-        """One, because decoders' memory is not in the budget."""
+        """One slot, because decoders' memory is not in the budget."""
         self._last_cut_at = 0.0
         """Event loop time."""
 

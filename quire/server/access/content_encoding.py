@@ -20,7 +20,6 @@ _INPUT_BYTES = 16 * 1024
 """Input limit of a step: this size of empty blocks takes 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
-"""Limit of one run in a thread."""
 MAX_LAYERS = 3
 MAX_MEMBERS = 4096
 """gzip members or zstd frames per body; even empty ones take time."""
@@ -144,8 +143,6 @@ class _EncodingLayer:
 
 
 class _SingleMemberGzipDecompressor:
-    """Gives zlib ZstdDecompressor's interface."""
-
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(_GZIP_WBITS)
         self._unconsumed = b""

@@ -5,7 +5,7 @@ PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 METRICS_PATH = "/metrics"
 """Also accepts a --metrics-api-key."""
 WEB_PREFIX = "/web/"
-"""No secrets; the page asks for a key."""
+"""Contains no secrets; the page asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
 """Operators' routes, which need an admin's key if there are keys."""
 

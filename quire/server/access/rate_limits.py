@@ -97,7 +97,6 @@ class RateLimits:
         return values
 
     def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
-        """Raises RateLimited with headers that say when to retry."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             remaining = max(0, math.floor(bucket.level))

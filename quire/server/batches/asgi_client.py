@@ -40,7 +40,7 @@ class ASGIClient:
         self._cancelled = cancelled
 
     async def post_with_retries(self, path: str, body: bytes) -> ASGIResponse | None:
-        """None if `cancelled`. `path` may have a query."""
+        """Returns None if `cancelled`. `path` may have a query."""
         wait = 0.25
         while not self._cancelled.is_set():
             response = await self._post_once(path, body)
@@ -54,7 +54,7 @@ class ASGIClient:
         return None
 
     async def _post_once(self, path: str, body: bytes) -> ASGIResponse:
-        """Status 500 if the application raises."""
+        """An exception of the application becomes status 500."""
         path, _, query = path.partition("?")
         length = (b"content-length", b"%d" % len(body))
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), length]

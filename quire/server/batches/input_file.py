@@ -51,7 +51,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """1-based number, byte offset and line, without a byte order mark."""
+    """Yields line number (from 1), byte offset and line, without a byte order mark."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):

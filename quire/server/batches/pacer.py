@@ -21,7 +21,6 @@ _LINE_INTERVAL_SECONDS = 0.015
 """A start takes 2 ms of the event loop, so lines pause while others have requests."""
 _MAX_SLOWDOWN = 1.25
 _SMOOTHING_STEPS = 16
-"""The newest step has a weight of 1/N."""
 
 
 class StepTimesByRequestCount:

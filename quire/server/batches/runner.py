@@ -37,7 +37,6 @@ log = logging.getLogger("quire.server")
 BATCH_PRIORITY = 1 << 20
 """Smaller numbers go first; requests default to 0."""
 MAX_OPEN_BATCHES = 64
-"""Limit per API key."""
 MAX_UPLOADS = 16
 """A key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
@@ -64,7 +63,6 @@ class BatchRunner:
         self.batches = data.batches
         self.files = data.files
         self.contents = data.contents
-        """Thread-safe."""
         self.uploads = SharedCapacity(MAX_UPLOADS)
         self._tenants = tenants
         self._config = config
@@ -180,7 +178,6 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """A tenant with its own share and limits, so that batches do not slow down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:

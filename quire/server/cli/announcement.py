@@ -38,7 +38,6 @@ def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple
 def curl_command(
     config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, has_chat_template: bool = False
 ) -> str:
-    """Hides the API key."""
     path, body = example_path_and_body(info, has_chat_template=has_chat_template)
     flags = [] if config.uds is None else [f"--unix-socket {shlex.quote(str(config.uds))}"]
     if config.has_api_keys:
@@ -67,7 +66,6 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """Tries a TLS handshake in memory. `trust`: an additional certificate."""
     client = ssl.create_default_context(cafile=trust)
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -42,9 +42,7 @@ MAX_FAILURES = 3
 """Consecutive processes of one number that may end without serving."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""A process without heartbeats is replaced after this time."""
 _STOPPED_SECONDS = 10.0
-"""A stopped process is replaced after this time."""
 _FAILURE_MESSAGE_SECONDS = 0.2
 _BACKOFF_SECONDS = 0.5
 

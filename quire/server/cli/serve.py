@@ -124,7 +124,6 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
-        """False if the engine cannot be restarted."""
         return self._client.alive
 
     @property
@@ -223,7 +222,6 @@ class ServerRun:
         return 0 if server.started else 1
 
     async def _stop_when_engine_dies(self, server: HttpServer) -> None:
-        """A process manager then restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(HEALTH_POLL_SECONDS)
         server.should_exit = True

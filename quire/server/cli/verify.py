@@ -203,7 +203,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """`kill`: end the engine process once meanwhile. Raises EngineError."""
+    """`kill`: ends the engine process once meanwhile. Raises EngineError."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

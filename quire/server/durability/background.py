@@ -17,13 +17,11 @@ from quire.server.peers import Peers
 logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]
 MAX_ABANDONED = 16
-"""Answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
-"""Bounds how long another process waits for an event."""
 _KEEP_EVENTS_SECONDS = 10.0
-"""Other processes' followers can read an ended answer's events for this long."""
+"""Other processes can read an ended answer's events for this long."""
 _TAKEOVER_SECONDS = 5.0
-"""A follower waits this long for another process to take over."""
+"""Followers wait this long for another process to take over."""
 _POLL_SECONDS = 0.25
 
 

@@ -256,7 +256,6 @@ class JournaledRequest(DurableRequest):
 
     @property
     def _computed_by(self) -> tuple[str, ...]:
-        """The reader may have tokens from any of them."""
         return () if self.resumed is None else all_compute_fingerprints(self.resumed, self._compute())
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:

@@ -43,7 +43,7 @@ _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
 """While more is due, pauses let others use the disk."""
 _POLL_ALONE_SECONDS = 2.0
-"""A single process only checks whether the disk can be written."""
+"""Without other processes, only the disk must be checked."""
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ MAX_KEY_LENGTH = 255
 KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
 """How long a stream continues without its reader."""
 _MAX_RUNNING_SECONDS = 86_400.0
-"""Then the call's row expires."""
+"""After this time the call's row expires."""
 _CLAIM_POLL_SECONDS = 0.05
 _SAVE_INTERVAL_SECONDS = 1.0
 """Tokens not saved are recomputed."""
@@ -96,7 +96,6 @@ class ResumableCalls:
         self._running: dict[tuple[str, str], RunningCall] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         self._pending_attempts: set[int] = set()
-        """Claimed but not yet begun."""
         self._abandon_tasks: set[asyncio.Task[None]] = set()
         self.num_resumed = 0
         self._save_future: asyncio.Future[None] | None = None

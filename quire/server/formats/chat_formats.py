@@ -28,7 +28,6 @@ class ChatFormats:
     renderer: ChatRenderer
     reasoning_format: ReasoningFormat | None
     tool_format: ToolFormat | None
-    """None: disabled by the operator."""
     content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
     thinking_switch: ThinkingSwitch = NO_SWITCH
@@ -98,7 +97,6 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
-    """Prefers markers that the template renders over markers that its text merely contains."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:

@@ -33,7 +33,7 @@ class RequestMessageFormat:
     custom_tool_names: frozenset[str] = frozenset()
     """Declared as custom: the input is their only argument."""
     allows_parallel_calls: bool = True
-    """If False, only the first call is kept."""
+    """Without it, only the first call is kept."""
     calls_only: bool = False
     """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None
@@ -61,7 +61,7 @@ class RequestMessageFormat:
 
 class AssistantMessageParser:
     def __init__(self, format: RequestMessageFormat, name: str = "") -> None:
-        """`name`: unique to the answer."""
+        """`name` is unique to the answer."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tool_format is None else format.tool_format.markers
         start_trial = None

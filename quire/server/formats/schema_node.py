@@ -10,7 +10,7 @@ from urllib.parse import unquote
 JSON_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 ANY_TYPE = "any"
 MAX_NODES = 500
-"""Bounds each value. Beyond this, any type is allowed."""
+"""Limit for each value. Beyond it, any type is allowed."""
 MAX_DEPTH = 40
 """Bounds combining keywords and references. Beyond this, any type is allowed."""
 MAX_VARIANTS = 32

@@ -143,7 +143,6 @@ class ChoiceState:
     def _find_answer_end(
         self, output: EngineCoreOutput, delta: TextDelta, *, repeats: bool
     ) -> tuple[TextDelta, str | None, int | str | None]:
-        """Returns the delta, cut if the line rule ends the answer, with finish reason and stop reason."""
         if self._line_limiter is not None and (cut := self._line_limiter.cut_delta(delta)) is not None:
             return cut, "length", None
         if delta.stop_string is not None:

@@ -65,7 +65,6 @@ class MessageDeltaStream:
     def _push_token(
         self, delta: TextDelta, stops: StopStringMatcher, output: EngineCoreOutput
     ) -> tuple[MessageDelta, str | None]:
-        """Also returns the stop string that the token completes."""
         tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
         self._unsearched_tokens -= tokens
@@ -87,7 +86,7 @@ class MessageDeltaStream:
         return MessageDelta(content, message.reasoning, message.tool_calls), None
 
     def _release_offsets(self, stop: str | None, stops: StopStringMatcher, *, final: bool) -> Sequence[int]:
-        """Tokens in or after a stop string are held back."""
+        """Holds back tokens in or after a stop string."""
         end = self._text_length if final else self._decided_length
         if stop is not None:
             place = self._raw_tail.rfind(stop)

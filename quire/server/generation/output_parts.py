@@ -31,7 +31,6 @@ class OutputPart:
 
     @property
     def text(self) -> str:
-        """Reasoning, text, or arguments as JSON."""
         return "".join(self.text_pieces)
 
 
@@ -134,7 +133,7 @@ class LogprobBudget:
 async def collect_choices(
     steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[CollectedChoice]:
-    """Sorts by index. `count_step` may raise."""
+    """Sorts choices by index. `count_step` may raise."""
     answers: dict[int, CollectedChoice] = {}
     async for step in steps:
         count_step(step)

@@ -220,14 +220,12 @@ class GenerationRequest(ResolvedRequest):
     """Adds timings to the usage; only with one choice."""
     body_receipt: bool = False
     allows_receipt: bool = True
-    """False if nobody reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
     """Has no model yet. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
     """The earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
-    """The Decisions API's questions, one per prompt."""
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
         assert self.checked_grammar is None, "checked once"

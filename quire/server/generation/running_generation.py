@@ -22,7 +22,6 @@ class RunningGeneration(Generic[GenerationType]):
 
     @property
     def needs_engine(self) -> bool:
-        """False if an earlier attempt computed the whole answer."""
         return self._receipt_recorder is None or self._receipt_recorder.needs_engine
 
     def choice_receipts(self) -> list[ChoiceReceipt]:

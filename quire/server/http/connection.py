@@ -47,10 +47,9 @@ class ConnectionTimeouts:
     write_timeout: float
     """How long an answer may wait for its reader."""
     client: EngineClient
-    """Counts clients beyond the write timeout in `slow_readers`."""
+    """Its `slow_readers` counts clients beyond the write timeout."""
 
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
-        """Disconnects the client unless the timer is cancelled."""
         return loop.call_later(self.write_timeout, self._disconnect_slow_reader, transport)
 
     def _disconnect_slow_reader(self, transport: BatchingTransport) -> None:
@@ -137,7 +136,6 @@ class HttpConnection(HttpToolsProtocol):
         self._body_chunks: list[bytes] = []
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        """It runs until the client reads sent data."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
         """The request answered now or last. `cycle` is the one received last."""
@@ -297,7 +295,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(408, f"The request did not arrive within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
-        """uvicorn then calls send_400_response."""
+        """uvicorn calls send_400_response afterwards."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 
@@ -346,7 +344,7 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
-        """Tokens then gather in the OutputStream."""
+        """Tokens gather in the OutputStream until `resume_writing`."""
         super().pause_writing()
         self.transport.writable = False
         self._write_timer = self._limits.start_write_timer(self.loop, self.transport)

@@ -24,7 +24,7 @@ _FEED_BYTES = 16 * 1024
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
-"""Bounds pings, pongs and fragments of a few bytes before a message ends."""
+"""Limit for pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
 """Linux ends a connection that does not acknowledge data, such as a ping, for this long."""

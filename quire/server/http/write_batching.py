@@ -20,7 +20,6 @@ MAX_BUFFERED_BYTES = 16 * 1024
 LINGER_SECONDS = 10.0
 """Lets a client that still sends read its refusal."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
-"""ASGI scope key for the connection's BatchingTransport."""
 
 
 def _always_false() -> bool:
@@ -30,7 +29,7 @@ def _always_false() -> bool:
 class WriteBatcher:
     def __init__(self) -> None:
         self.waiting_transports: list[BatchingTransport] = []
-        """If not empty, `flush_all` is scheduled."""
+        """`flush_all` is scheduled while this is not empty."""
 
     def flush_all(self) -> None:
         waiting, self.waiting_transports = self.waiting_transports, []
@@ -69,7 +68,7 @@ class BatchingTransport(asyncio.Transport):
         self._is_client_sending = is_client_sending
         self._buffer = b""
         self._is_lingering = False
-        """Input is dropped, and nothing more written."""
+        """True while input is dropped and nothing more is written."""
         self.writable = True
         self.last_chunk_time = 0.0
         """time.monotonic()."""

@@ -27,9 +27,8 @@ MAX_TOTAL_BYTES = 48 << 20
 MAX_FETCHING_REQUESTS = 64
 _MAX_CONNECTIONS = 4
 _NUM_LOOKUP_THREADS = 4
-"""An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
-"""Bounds each address of a host, except the last."""
+"""Limit for each address of a host, except the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
@@ -215,7 +214,7 @@ def _url_to_ascii(url: str) -> str:
 
 
 async def _result_or_error(fetch: Any) -> bytes | QuireError:
-    """An error must not cancel other fetches."""
+    """Returns errors, because one must not cancel other fetches."""
     try:
         content: bytes = await fetch
     except QuireError as error:

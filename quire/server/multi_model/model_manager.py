@@ -36,7 +36,6 @@ ModelState = Literal["unloaded", "loading", "awake", "sleeping"]
 OpenRuntime = Callable[[ModelEntry], AbstractAsyncContextManager[ModelRuntime]]
 
 _PROCESS_OVERHEAD_BYTES = 256 * 2**20
-"""An engine's memory without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
 
@@ -85,7 +84,6 @@ class ManagedModel:
 class ModelManager:
     def __init__(self, config: ModelsConfig, open_runtime: OpenRuntime) -> None:
         self.managed_models = [ManagedModel(entry) for entry in config.entries]
-        """The first is the default."""
         self._config = config
         self._open_runtime = open_runtime
         self._change_event = asyncio.Event()

@@ -23,7 +23,6 @@ PRESET_PARAMETERS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-"""Names as in a chat."""
 _OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 _COMPLETION_PARAMETERS = (*_SAMPLING_PARAMETERS, "max_tokens", "stop")
 _LLAMA_CPP_NAMES = {name: name for name in _COMPLETION_PARAMETERS} | {
@@ -117,7 +116,6 @@ def _fill_system_message(content: dict[str, Any], field: str, system: str) -> No
 
 
 def _fill_field(content: dict[str, Any], name: str, value: Any) -> None:
-    """Template variables are merged; the request's take precedence."""
     if value is None:
         return
     if isinstance(value, Mapping) and isinstance(content.get(name), dict):

@@ -52,7 +52,6 @@ class CrossProcessObserver:
             self._hub.answering.add(LASTING, method_handler(self, observer_class.collect_own_samples))
 
     async def collect_peer_samples(self) -> list[PeerSample]:
-        """Includes ended processes' samples."""
         peer_samples = await self._call_peers(CrossProcessObserver.collect_own_samples, topic=LASTING)
         return [*self._ended_process_samples(), *chain.from_iterable(peer_samples)]
 

@@ -52,8 +52,6 @@ def operation_name(internal_id: str) -> str:
 
 
 class GenAiHistograms:
-    """Makes one observation per choice or embedded input."""
-
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name
         self._first_token_seconds = Histogram(

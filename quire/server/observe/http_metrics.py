@@ -115,7 +115,6 @@ class HttpMetrics(Collector):
 
 
 def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
-    """Drops ended processes' gauges, and keeps their counts."""
     process_gauges = (
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",

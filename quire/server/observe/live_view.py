@@ -53,7 +53,6 @@ class LiveView:
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
-        """A failure ends the streams, so that none hangs."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()

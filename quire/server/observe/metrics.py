@@ -294,7 +294,7 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """Counters by label value, or under "" without a label."""
+    """Returns counters by label value, or under "" without a label."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 

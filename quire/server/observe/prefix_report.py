@@ -12,7 +12,6 @@ from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
-"""The latest turns of a conversation."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
     "evicted": "their blocks were evicted to make room",
     "computing": "another request was still computing them",
@@ -57,7 +56,6 @@ def conversation_turns(
 
 
 def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merges several processes' turns."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 
 

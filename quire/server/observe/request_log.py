@@ -25,14 +25,12 @@ class RequestRecord:
     """Times are time.monotonic(), except `created_at` (Unix seconds)."""
 
     request_id: str
-    """The caller's X-Request-Id, or a generated one."""
     method: str
     path: str
     traceparent: str | None
     created_at: float = field(default_factory=lambda: clock.time())
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     owner: str = ""
-    """Empty without API keys."""
     weight: float = 1.0
     status: int | None = None
     ended_at: float | None = None
@@ -107,7 +105,6 @@ class RequestLogMiddleware:
         end_listeners: Sequence[Callable[[RequestRecord], None]],
         counter: HttpRequestMetrics | None = None,
     ) -> None:
-        """`end_listeners` are called for complete and failed responses."""
         self._app = app
         self._end_listeners = end_listeners
         self._counter = counter

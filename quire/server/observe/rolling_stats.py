@@ -76,7 +76,6 @@ class RollingStats:
         self._client = client
         self._gap_listener = gap_listener
         self._gaps: list[float] = []
-        """They belong to `_gaps_bin`."""
         self._gaps_bin = SecondBin(0)
         self._bins: deque[SecondBin] = deque()
         self._generated_tokens, self._prompt_tokens = (

@@ -66,7 +66,6 @@ async def parse_request_body(request: Request, body_type: type[BodyType]) -> Bod
 
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
-    """Raises the errors of GrammarChecker.check_grammars."""
     if not resolved.grammars:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)

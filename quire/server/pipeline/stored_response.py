@@ -95,7 +95,6 @@ class ResponseRecorder:
 
 
 async def answer_in_background(request: Request, recorder: ResponseRecorder, durable: DurableRequest) -> Response:
-    """Returns the event stream, or the queued response."""
     runtime = get_runtime(request)
     server = get_server_context(request)
     resolved = recorder.resolved

@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text or token ids; for a model that accepts images, send them in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Image inputs have these in Jina's, vLLM's and Cohere's APIs."""
+"""Jina's, vLLM's and Cohere's image inputs have these."""
 
 
 def _explain_image_input(value: Any) -> str:

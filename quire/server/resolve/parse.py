@@ -102,7 +102,7 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """`part` is the object's kind and not its field: another of its fields follows in the path."""
+    """True if `part` is the object's kind and not its field: another of its fields then follows in the path."""
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 

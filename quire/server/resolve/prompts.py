@@ -210,7 +210,7 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
 
 
 def _message_texts(message: ChatMessage) -> list[str]:
-    """Images are ""."""
+    """Images become ""."""
     if message.content is None or isinstance(message.content, str):
         return [message.content or ""]
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]

@@ -27,8 +27,6 @@ from quire.server.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How an API writes answers and names fields."""
-
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Sums all pairs; workers tokenize more."""
+"""Limit for the sum of all pairs; workers tokenize more."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 
@@ -154,7 +154,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """Qwen3-Reranker's long prompts lose the document's end."""
+    """Long prompts of Qwen3-Reranker lose the document's end."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

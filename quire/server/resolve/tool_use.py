@@ -34,7 +34,7 @@ CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 class RequestTools:
     template_tools: list[dict[str, Any]] | None = None
     tool_format: ToolFormat | None = None
-    """None: calls are not parsed."""
+    """Without it, calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
     """Tools whose input is a function's only argument."""
@@ -52,12 +52,10 @@ class RequestTools:
 
     @property
     def non_strict_tool_names(self) -> list[str]:
-        """Tools without a requested exact schema."""
         return [tool.name for tool in self._constrained_tools if tool.name not in self.strict_tool_names]
 
     @property
     def schema_grammars(self) -> list[tuple[str, Grammar]]:
-        """Request field and grammar of each constrained tool."""
         return [(self._schema_field(tool.name), self.schema_grammar(tool.name)) for tool in self._constrained_tools]
 
     def schema_grammar(self, name: str) -> Grammar:

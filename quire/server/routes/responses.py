@@ -167,7 +167,6 @@ async def write_in_owner_thread(request: Request, method: Callable[..., WriteRes
 
 
 def require_store(request: Request, id: str) -> Store:
-    """Raises RequestNotFound without --data-dir."""
     store = get_server_context(request).store
     if store is None:
         raise RequestNotFound(f"`{id}` is not stored: this server stores nothing, see --data-dir", param="id")

@@ -64,7 +64,6 @@ class ModelRuntime:
         return self.model.created
 
     def describe_compute(self, model_fingerprint: str) -> ComputeIdentity:
-        """Identifies what computes answers now. `model_fingerprint`: the requested model's."""
         weights = (
             self.info.content or self.info.model,
             self.info.dtype,

@@ -77,7 +77,6 @@ class LineResult(NamedTuple):
 
 class Batches:
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
-        """`garbage` takes the lines of ended batches."""
         self._database = database
         self._files = files
         self._garbage = garbage
@@ -97,7 +96,6 @@ class Batches:
             return True
 
     def cancel(self, owner: str, id: str) -> Batch | None:
-        """Raises InvalidRequest if the batch ended or is finalizing."""
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:

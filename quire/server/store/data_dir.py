@@ -43,7 +43,7 @@ OPEN_BATCHES_KEY = "open"
 
 
 class Processes:
-    """Processes that share the data. Thread-safe; in memory only."""
+    """Thread-safe; in memory only."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -106,7 +106,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """This process's puts and deletes of objects use it."""
+    """Used for this process's puts and deletes of objects."""
     close: Callable[[], None]
 
 

@@ -21,11 +21,9 @@ BUSY_TIMEOUT_SECONDS = 10.0
 ROW_OVERHEAD_BYTES = 256
 """Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
-"""`checkpoint` copies a longer log."""
 _AUTOCHECKPOINT_PAGES = 16_384
 """Commits copy a log of this length if `checkpoint` runs too rarely or readers block it."""
 _CHUNK_ROWS = 500
-"""Number of rows read before the connection is released."""
 
 
 SQLiteConnect = Callable[..., sqlite3.Connection]

@@ -38,7 +38,7 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
 
     id: str
     name: str
-    """The answer's id if the caller chose it."""
+    """The answer's id, if the caller chose it."""
     created: int
     seed: int | None
     adapter: str = ""
@@ -182,7 +182,6 @@ class Calls:
             del self._answering_processes[owner, id]
 
     def handle_process_end(self, process: str) -> None:
-        """Recovers unsaved progress from the process's log."""
         self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
         for key in [key for key, holder in list(self._answering_processes.items()) if holder == process]:
             self._answering_processes.pop(key, None)

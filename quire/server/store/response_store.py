@@ -51,7 +51,6 @@ class ObjectSummary:
     about: dict[str, Any]
     length: int
     size: int
-    """Stored bytes, including items."""
     count: int
 
 
@@ -63,8 +62,6 @@ class ItemPage:
 
 @dataclass(frozen=True, slots=True)
 class ObjectToStore:
-    """It replaces an object with the same id."""
-
     id: str
     stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())

@@ -149,7 +149,7 @@ class WriteAheadLog:
 
 
 def _checksum(record: bytes) -> int:
-    """Is not 0 for zeros, which unwritten records consist of."""
+    """Is not 0 for unwritten records, which are zeros."""
     return crc32(record, 1)
 
 

@@ -36,7 +36,7 @@ CLEARED_API_KEYS: dict[str, object] = {
     "admin_api_key": [],
     "metrics_api_key": [],
 }
-"""Workers, which run callers' templates, need not know these."""
+"""Workers run callers' templates, and need not know these."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
 """When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates memory under a lock, and
 deadlocks.
@@ -198,7 +198,6 @@ class WorkerPool:
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """Ends all jobs, also later ones, with `error`."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):
@@ -245,7 +244,6 @@ class WorkerPool:
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
-        """Raises OSError or EOFError if no worker comes."""
         assert self._fork_socket is not None
         ours, theirs = socket.socketpair()
         with theirs:

@@ -49,7 +49,6 @@ FIX_LABELS: dict[Fix, str] = {
     "omitted": "empty message left out",
 }
 _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
-"""Other fixes cost 1."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
 

@@ -12,7 +12,7 @@ PROBE_KEY = "qkeyq"
 class ProbeUnit(NamedTuple):
     unit: MessageUnit
     expected_texts: list[tuple[str, ...]]
-    """One text per entry must appear."""
+    """At least one text of each entry must appear."""
     any_position: bool = False
     """Some templates move the first system message."""
     argument_texts: frozenset[str] = frozenset()

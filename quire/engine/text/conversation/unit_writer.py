@@ -142,7 +142,7 @@ def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str]
 
 
 def _move_bad_arguments_to_content(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Arguments that are no objects become empty; the content shows them as sent."""
+    """Arguments that are no objects become empty, and the content shows them as sent."""
     calls, notes = [], []
     for call in message_calls(messages[0]):
         function = tool_call_function(call)
@@ -234,7 +234,6 @@ def _to_system_role(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
 
 def _to_tagged_user_messages(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Does not tag Quire's tool description."""
     if unit.is_tool_description:
         return [{**message, "role": "user"} for message in messages]
     role = messages[0].get("role")

@@ -93,7 +93,7 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
-    """Bytes of all tokens, each followed by _SEPARATOR, and their positions."""
+    """Returns the bytes of all tokens, each followed by _SEPARATOR, and their positions."""
     tokens = tokenizer.list_token_bytes()
     starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
     return _SEPARATOR.join([*tokens, b""]), starts

@@ -81,7 +81,6 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def count_tokens_by_server(http: httpx.Client, model: str, text: str) -> int:
-    """Estimates if the server does not count."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
         return int(answer.json()["count"])

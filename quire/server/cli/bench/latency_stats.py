@@ -30,8 +30,6 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """Its values are milliseconds."""
-
     mean: float
     p50: float
     p90: float
@@ -62,7 +60,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """Takes seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None

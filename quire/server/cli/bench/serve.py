@@ -140,7 +140,6 @@ async def run_closed_loop(
 async def run_open_loop(
     client: StreamClient, jobs: Sequence[BenchJob], times: Iterable[float], concurrency: int | None = None
 ) -> list[BenchAnswer | BenchFailure]:
-    """`concurrency`: bound on open requests."""
     started = time.perf_counter()
     free_slots = asyncio.Semaphore(concurrency or len(jobs) or 1)
 

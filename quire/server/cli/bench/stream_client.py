@@ -150,7 +150,6 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
-        """`missing`: message for an incomplete stream."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

@@ -45,7 +45,7 @@ class CommandOutcome:
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """A leading slash makes a command."""
+    """A line with a leading slash is a command."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:

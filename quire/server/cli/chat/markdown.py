@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 _CONTINUATION = re.compile(r"\s|[-*+>|]|\d+[.)]")
-"""May continue a list, quotation or table after a blank line."""
+"""A line that begins so may continue a list, quotation or table after a blank line."""
 _REFRESHES_PER_SECOND = 12
 
 

@@ -116,7 +116,6 @@ def _describe_stored(name: str) -> dict[str, Any]:
 
 
 def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
-    """Uses the catalog if the hub is unreachable."""
     try:
         return read_raw_config(name)
     except ModelError:

@@ -84,7 +84,6 @@ def _read_rates_by_machine() -> dict[str, CpuRates]:
 
 
 def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
-    """Ignores errors, because the next plan can measure again."""
     try:
         file = _rates_file()
         file.parent.mkdir(parents=True, exist_ok=True)

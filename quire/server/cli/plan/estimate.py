@@ -27,7 +27,6 @@ class PlanRequest:
     config: EngineConfig = _DEFAULTS
     """Without max_model_len, the context is as long as fits."""
     concurrency: int | None = None
-    """None: as many as fit."""
     lora_modules: ModuleShapes = field(default_factory=dict)
     draft: DraftPlan | None = None
 
@@ -41,7 +40,6 @@ class Estimate:
     config: EngineConfig
     dtype: str
     weight_bytes: int
-    """The whole model's bytes."""
     weight_source: str
     kv_token_bytes: int
     block_size: int
@@ -57,7 +55,7 @@ class Estimate:
     context: int = 0
     concurrency: int = 0
     kv_cache_dtype: str = "auto"
-    """"auto": `dtype`."""
+    """"auto" means `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
     """(context length, how many fit), for powers of two."""
     adapter_bytes: int = 0
@@ -68,7 +66,6 @@ class Estimate:
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[KVTierSize, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Empty if the model fits."""
     flags: tuple[str, ...] = ()
 
     @property

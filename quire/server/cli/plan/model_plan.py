@@ -23,7 +23,6 @@ from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism
 def build_plan_request(
     config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
 ) -> PlanRequest:
-    """Raises ModelError for an unreadable draft model."""
     modules = modules_of_config(raw) if config.enable_lora else {}
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 

@@ -339,7 +339,7 @@ def unserved_reasons(estimate: Estimate) -> list[str]:
 
 
 def _serve_command(name: str, flags: Sequence[str]) -> str:
-    """`quire serve` takes directories, a plan also a config.json."""
+    """`quire serve` takes directories, but a plan also takes a config.json."""
     model = str(Path(name).parent) if name.endswith(".json") else name
     return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
 

@@ -63,7 +63,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """Refused, but not for lack of capacity or time."""
+    """True if refused, but not for lack of capacity or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"

@@ -18,7 +18,7 @@ ATOM = re.compile(
 TAG = re.compile(r"<[^<>\s\ue000-\ue004]+>|\[/?[A-Z_]+\]")
 
 TAG_GROUP = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern}))?"
-"""Such as </think> or <|close|>think<|sep|>."""
+"""Tags such as </think> or <|close|>think<|sep|>."""
 
 
 TAG_START = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern})?)?"

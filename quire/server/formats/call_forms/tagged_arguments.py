@@ -160,7 +160,7 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
-    """Consumes the first of `ends`. False: the text closes without one."""
+    """Consumes the first of `ends`. False: the text closes before."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:

@@ -13,7 +13,6 @@ from quire.server.formats.tools.tool_call_sink import ToolCallSink
 
 FIRST_KEY = re.compile(r"""\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|'([^'\\]*)')""")
 PLAIN_CHARACTERS = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
-"""All characters that JSON allows outside strings."""
 CLOSING_BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -161,7 +160,6 @@ def read_json_call(
 
 
 def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
-    """Consumes the text from the arguments to the call's end. `depth`: open objects."""
     scanner = BracketScanner("{" * depth)
     while True:
         source.take_text(scanner.scan(source.text))

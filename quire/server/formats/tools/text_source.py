@@ -55,7 +55,6 @@ class TextSource:
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:
-        """Puts back all text taken since `save_place` returned `place`."""
         self.text = "".join(self._taken_pieces[place:]) + self.text
         del self._taken_pieces[place:]
 
@@ -71,7 +70,7 @@ class TextSource:
             yield
 
     def take_exactly(self, literal: str) -> ParserSteps[bool]:
-        """Whitespace before `literal` does not match."""
+        """Does not accept whitespace before `literal`."""
         while not self.is_closed and len(self.text) < len(literal) and literal.startswith(self.text):
             yield
         is_there = self.text.startswith(literal)

@@ -43,7 +43,7 @@ class ToolCallSink:
             self._content.append(shown)
 
     def open_call(self, name: str, id: str = "") -> None:
-        """`id`: the model's, replaced if not unique."""
+        """The model's `id` is replaced if not unique."""
         self._pending_space = ""
         self._arguments = []
         self.last_complete = False

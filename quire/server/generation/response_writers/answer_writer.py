@@ -28,7 +28,6 @@ class AnswerWriter(ABC):
 
     @property
     def ping_event(self) -> bytes:
-        """Keeps a silent stream alive."""
         return PING_EVENT
 
     @property

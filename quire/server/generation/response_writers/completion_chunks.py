@@ -209,7 +209,6 @@ class ChatWriter(ChunkWriter):
         return deltas
 
     def _flush_custom_input(self, choice: int) -> list[dict[str, object]]:
-        """Ends a choice's open custom tool call with the rest of its input."""
         index, reader = self._custom_inputs.pop(choice, (0, None))
         rest = "" if reader is None else reader.decode_arguments("", final=True)
         return [_custom_call_delta(ToolCallDelta(index), rest)] if rest else []

@@ -42,7 +42,6 @@ def fingerprint_message_prompt(
 def fingerprint_response_prompt(
     body: ResponsesRequest, chat: ChatRequest, prompt: Prompt, items: Sequence[InputItem]
 ) -> PromptFingerprint:
-    """`items`: also those of earlier responses."""
     parts = {
         "tools": [tool.model_dump() for tool in body.tools],
         "reasoning_effort": chat.reasoning_effort,

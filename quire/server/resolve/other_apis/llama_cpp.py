@@ -103,7 +103,6 @@ def _resolve(
 
 
 def _answer_fields(body: LlamaCppBody, prompt: str | list[int], model: ServedModel) -> LlamaCppFields:
-    """Decodes the prompt only if the answer repeats it."""
     active_samplers = SAMPLER_FIELDS if body.samplers is None else body.samplers
     text: str | None = None
     if body.response_fields is None or "prompt" in body.response_fields:
@@ -124,7 +123,7 @@ def _line_rule(body: LlamaCppBody) -> LineRule | None:
 
 
 def _sampler_fields(body: LlamaCppBody) -> dict[str, Any]:
-    """Samplers that `samplers` lacks are neutral."""
+    """Samplers missing in `samplers` are neutral."""
     fields: dict[str, Any] = {}
     for sampler, (name, neutral) in SAMPLER_FIELDS.items():
         applies = body.samplers is None or sampler in body.samplers

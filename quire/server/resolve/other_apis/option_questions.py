@@ -54,7 +54,7 @@ class PromptQuestion:
         return "\n".join([*self.instructions, "", QUESTION_PHRASES[self.type], *lines, *end]).lstrip("\n")
 
     def to_option_question(self, tokens: Sequence[int], *, must_be_distinct: bool) -> OptionQuestion:
-        """`must_be_distinct`: duplicate options raise InvalidRequest."""
+        """With `must_be_distinct`, raises InvalidRequest for duplicate options."""
         options = [value for value, _ in self.options]
         if must_be_distinct and len({(type(value), value) for value in options}) < len(options):
             raise InvalidRequest("questions: each option must be unique", param="questions")
@@ -131,7 +131,6 @@ def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, in
 def question_chat_request(
     body: TranslatableBody, items: Sequence[InputItem], question: str, model: ServedModel, caller_fields: CallerFields
 ) -> ChatRequest:
-    """The last message asks for one of the labels."""
     question_message = Message(role="user", content=question)
     turns = turns_from_items(
         [*items, question_message], "", has_developer_role="developer" in model.chat_formats.template_text

@@ -36,10 +36,9 @@ Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "ev
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
-"""OpenAI's limit."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
-"""Reserved at a time if the length is not announced."""
+"""Number of bytes reserved at once if the length is not announced."""
 _MAX_NAME_LENGTH = 255
 _FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 UPLOAD_FORM_SCHEMA = {
@@ -108,7 +107,7 @@ class _UploadSpaceReserver:
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Reserves the largest size that fits. The first one must fit."""
+        """The first size must fit."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -292,7 +291,6 @@ def file_not_found(file_id: str, param: str) -> RequestNotFound:
 
 
 def require_batch_runner(request: Request) -> BatchRunner:
-    """Raises RequestNotFound without --data-dir."""
     runner = get_server_context(request).batch_runner
     if runner is None:
         raise RequestNotFound("This server stores no files or batches: see --data-dir")

@@ -49,7 +49,6 @@ async def pull(request: Request) -> Response:
 
 
 async def _download_and_stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """Yields a line at once, one per interval, and a last one."""
     async with download_lock:
         yield _FIRST_LINE
         download = asyncio.ensure_future(_wait_for_download(await _spawn_pull_process(name)))

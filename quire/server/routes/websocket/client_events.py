@@ -20,7 +20,7 @@ _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
 
 
 class _Envelope(msgspec.Struct):
-    """Raw fields are decoded later, or only by the pipeline."""
+    """The raw fields are decoded later, or only by the pipeline."""
 
     type: msgspec.Raw = _NULL
     stream_id: msgspec.Raw = _NULL

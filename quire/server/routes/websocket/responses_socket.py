@@ -115,9 +115,8 @@ class ResponsesSocket:
         self._lease = server.websockets.new_connection_lease(self._tenant.name)
         self._lanes = Lanes(self._answer, self._lease)
         self._is_closed = asyncio.Event()
-        """Set when the client has left, or nothing more is sent to it."""
+        """Set when the client has left, or when nothing more is sent to it."""
         self._end_reason: ErrorInfo | None = None
-        """If set, further events are refused with it."""
         self._last_event = ""
         self._num_malformed = 0
 
@@ -158,7 +157,7 @@ class ResponsesSocket:
             self._last_event = encode_error_event(self._end_reason, None)
 
     async def _finish_lanes(self, reading: asyncio.Task[CloseCode]) -> None:
-        """Waits for open responses. Reading continues, to notice if the client leaves."""
+        """Waits for open responses. Reading continues, to notice whether the client leaves."""
         while (tasks := self._lanes.tasks) and not reading.done():
             await asyncio.wait([reading, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if self._last_event and not reading.done():
