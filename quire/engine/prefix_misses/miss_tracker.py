@@ -107,7 +107,6 @@ class PrefixMissTracker:
         )
 
     def finish_request(self, request_id: str, generated: Sequence[int]) -> None:
-        """`generated`: tokens after `emitted_ids`."""
         open_request = self._open_requests.pop(request_id, None)
         if open_request is None or (visit := open_request.visit) is None:
             return

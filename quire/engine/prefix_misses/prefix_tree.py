@@ -50,7 +50,6 @@ class Visit:
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
-    """PrefixTree.total_load at the request's end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +69,6 @@ class Neighbour(NamedTuple):
 
     num_common: int
     rest: bytes
-    """At most _MAX_COMPARED_TOKENS tokens after the common ones."""
     visit: Visit
 
 
@@ -84,7 +82,6 @@ class PrefixMatch:
     """Tokens after `matched_visits` that the nearest sequence shares."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
-    """Nearest first. Empty if an earlier sequence ended here."""
 
     @property
     def num_common_tokens(self) -> int:

@@ -43,7 +43,6 @@ class LastSessionTurns:
         return self._bytes_of_tenant.total()
 
     def record_turn(self, request: EngineCoreRequest, generated: Sequence[int]) -> None:
-        """`generated`: tokens after `emitted_ids`."""
         if not request.session:
             return
         key = request.tenant, request.cache_salt, request.session

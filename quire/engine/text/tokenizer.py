@@ -70,9 +70,7 @@ class Tokenizer:
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
         self.special_tokens = dict(special_tokens)
-        """Chat templates' variables by role (bos_token, eos_token, ...)."""
         self.chat_templates = dict(chat_templates)
-        """Jinja sources; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
         eos = self._special_token_id("eos_token")
         default_eos_ids = () if eos is None else (eos,)

@@ -33,7 +33,6 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Also releases the prompts' share."""
         self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
@@ -120,7 +119,7 @@ class ModelRoute(APIRoute):
 
     needs_awake: ClassVar[bool] = True
     names_model: ClassVar[bool] = True
-    """False: any loaded model serves the request."""
+    """Without it, any loaded model serves the request."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         dispatch = scope["app"].state.server.models.dispatch_request

@@ -42,7 +42,6 @@ class BodyBuffer:
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
     wait_seconds: float = 10.0
-    """Longest wait for room in the budget."""
     check_interval: float = 0.5
     slow_after: float = 2.0
     """While others wait, an older body must be on pace to arrive within half of `wait_seconds`."""

@@ -75,7 +75,6 @@ class DurableRequest(ABC):
 
     @property
     def can_restart(self) -> bool:
-        """Any process may restart the background response later."""
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
@@ -95,7 +94,6 @@ class DurableRequest(ABC):
     def submit(
         self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
     ) -> OutputSource:
-        """Raises EngineError if the engine has ended."""
         return client.submit(requests, resolved.answer_id)
 
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above

@@ -74,7 +74,6 @@ class RunningCall:
     log_number: int = 0
     """The first choice's number in the write-ahead log."""
     is_stored_response: bool = False
-    """See `mark_stored_unfinished`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark_ended(self) -> None:
@@ -212,7 +211,6 @@ class ResumableCalls:
         return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
-        """Raises HTTPException while the call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:

@@ -50,7 +50,6 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
-        """None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
         """The generation sets this, `end_reason` and the two times."""

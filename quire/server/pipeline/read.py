@@ -1,4 +1,4 @@
-"""First station."""
+"""First station: reads the body."""
 
 from __future__ import annotations
 

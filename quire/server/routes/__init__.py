@@ -1,1 +1,1 @@
-"""One file per noun."""
+"""One file per kind of resource."""

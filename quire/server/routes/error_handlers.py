@@ -1,4 +1,4 @@
-"""Quickly starting processes import error_responses.py, without FastAPI; this file needs it."""
+"""Needs FastAPI. Processes that must start quickly import error_responses.py instead."""
 
 from __future__ import annotations
 

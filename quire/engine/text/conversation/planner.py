@@ -52,7 +52,6 @@ class ConversationPlan:
 class _AutomatonState:
     steps: tuple[PlanStep, ...]
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
-    """(rule, next state, whether the template accepts it)."""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
 
 

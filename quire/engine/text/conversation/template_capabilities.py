@@ -24,7 +24,6 @@ class TemplateInputFormat:
     """Some multimodal templates omit content that is a string."""
     empty_tool_list: bool = False
     functions_variable: bool = False
-    """Used by FireFunction's template."""
 
     shows_user_text: bool = True
     """False for a constant template, which is rendered unchecked."""
