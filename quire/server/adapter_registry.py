@@ -26,7 +26,7 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""A request may soon need an unnamed adapter's files."""
+"""How long an unnamed adapter's files stay, because a request may soon need them."""
 
 
 class AdapterRegistry:
@@ -143,7 +143,9 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Writes atomically, readable by this user only. Only logs errors. `file` None: stores nothing."""
+    """Writes atomically, readable by this user only. Logs errors instead of raising them. `file` None: stores
+    nothing.
+    """
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -179,9 +181,7 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit. Without `modules`, what fits
-    is unknown.
-    """
+    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit."""
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
         try:

@@ -43,7 +43,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
-    """DIGEST_BYTES per BLOCK_TOKENS tokens, in full blocks: others are never cached."""
+    """DIGEST_BYTES per BLOCK_TOKENS tokens. Only full blocks count, because others are never cached."""
 
     def with_model(self, *identity: str) -> PromptFingerprint:
         """Prompts share blocks only with equal `identity`."""
@@ -58,7 +58,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
 
     def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
-        """Both must have a model. Changed parts do not count if all full blocks are equal."""
+        """Both fingerprints must have a model. Changed parts do not count if all full blocks are equal."""
         num_common = 0
         if self.parts["model"] == earlier.parts["model"]:
             num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
@@ -81,7 +81,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
 def make_fingerprint(
     parts: Mapping[str, object], messages: Sequence[object], prompt_ids: Sequence[int], spans: Sequence[MediaSpan]
 ) -> PromptFingerprint:
-    """`parts`, `messages`: JSON values. The order of keys counts, because templates render it."""
+    """`parts` and `messages` are JSON values. The order of keys counts, because templates render it."""
     tokens = encode_prompt_tokens(prompt_ids, spans)
     size = BLOCK_TOKENS * TOKEN_BYTES
     return PromptFingerprint(

@@ -1,4 +1,4 @@
-"""Receipts on request and, with --receipt-log, of every answer."""
+"""Logs receipts on request and, with --receipt-log, of every answer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Logs also failed answers. Repeated ones were logged before."""
+        """Also logs failed answers, but not repeated ones, which were logged before."""
         if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

@@ -29,7 +29,7 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
 """Used unless the request or generation_config.json sets them."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""Numbers of names that an error lists, and compares with the requested one."""
+"""How many names an error lists, and how many it compares with the requested one."""
 
 
 @dataclass(frozen=True)

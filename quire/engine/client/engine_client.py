@@ -219,7 +219,7 @@ class EngineClient:
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """Like `end_all`, before the engine stops; later requests raise `error`."""
+        """Does what `end_all` does, before the engine stops. Later requests raise `error`."""
         self.end_all(error)
         self.failure = self.failure or error
 

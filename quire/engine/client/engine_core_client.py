@@ -52,7 +52,7 @@ class EngineCoreClient(ABC):
     owner: RequestOwner
     number = 0
     explains_prefixes = False
-    """Outputs have a PrefixMissReport."""
+    """True if outputs have a PrefixMissReport."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()

@@ -100,7 +100,7 @@ class EngineProcess:
         self._heartbeat_clock = self._progress_clock = 0.0
         """Values of `_clock` at the last heartbeat, and at the last with progress."""
         self._stuck_ms = 0
-        """Time without progress in the current step, as the last heartbeat said."""
+        """Milliseconds without progress in the current step, at the last heartbeat."""
 
     @property
     def pid(self) -> int:

@@ -101,7 +101,7 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """The wrapper is the inner sink, and passes outputs on with `take_outputs`."""
+        """This wrapper becomes the inner source's sink, and passes outputs on with `take_outputs`."""
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 

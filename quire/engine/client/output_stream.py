@@ -42,7 +42,7 @@ class OutputStream(OutputSource):
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """abort: takes an unread request's id, and a reason."""
+        """`abort` takes an unread request's id and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call

@@ -47,7 +47,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Empty `cores`: any. `environment` is added to this process's."""
+        """Empty `cores` means any. `environment` is added to this process's."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number

@@ -24,7 +24,7 @@ class ApiProcessChannel:
         """Startup text, sent once the process listens."""
         self.fault: Fault | None = None
         self.silence = 0.0
-        """Seconds since the last message, without time in which the leader could not receive."""
+        """Seconds since the last message, excluding time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
         self._steps: list[SharedStep] = []
         self._write = send

@@ -25,11 +25,11 @@ class Replay:
         self._waiting: dict[str, None] = {}
         """Ordinary requests that the engine does not have, in order."""
         self._suspects: deque[list[str]] = deque()
-        """Groups that the engine does not have. Each one runs alone, before `_waiting`."""
+        """Groups that the engine does not have. Each runs alone, before `_waiting`."""
         self._submitted: dict[str, int] = {}
         """Requests that the engine has, with tokens received, up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
-        """Requests that this engine has computed."""
+        """Requests that this engine has begun to compute."""
         self._isolated: set[str] = set()
         """Uncleared suspects that the engine has; nothing else is submitted meanwhile."""
         self._lone_crashes: dict[str, int] = {}

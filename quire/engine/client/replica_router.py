@@ -29,7 +29,7 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
 
 
 class Router:
-    """Must be told when requests end and replicas lose their cache."""
+    """Callers must report when requests end and replicas lose their cache."""
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count

@@ -91,7 +91,7 @@ class WeightsGroup:
         await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
-        """One broadcast per tensor. If the group breaks, raises InvalidRequest; the old weights stay."""
+        """Receives one broadcast per tensor. If the group breaks, raises InvalidRequest; the old weights stay."""
 
         async def receive_tensors() -> None:
             if self._group is None:
@@ -110,7 +110,7 @@ class WeightsGroup:
         await to_its_end(self._turn, receive_tensors())
 
     async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
-        """Uses the weights received since the last call. Raises as Weights.update does."""
+        """Loads the weights received since the last call. Raises as Weights.update does."""
 
         async def serve_weights() -> str:
             if self._partial is None:
@@ -131,7 +131,7 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """Deletes all files: call it after the client's end."""
+        """Deletes all files, so call it after the client's end."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)

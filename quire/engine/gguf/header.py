@@ -223,7 +223,7 @@ class _HeaderReader:
             raise self._header_error(f"{what}: is not UTF-8") from None
 
     def _read_name(self, what: str) -> str:
-        """Raises ModelError for an unprintable name, because errors show it."""
+        """Raises ModelError for an unprintable name, because error messages show names."""
         name = self._read_string(what, _MAX_NAME_BYTES)
         if not name.isprintable():
             raise self._header_error(f"{what}: {name[:_MAX_SHOWN_CHARACTERS]!a} cannot be printed")

@@ -26,7 +26,7 @@ from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, encode_prompt_tok
 MAX_TENANT_BYTES = 16 << 20
 """About 900,000 tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""Above it, tenants lose tokens, the one with the oldest last request first."""
+"""Above this, the tenant with the oldest last request loses tokens first."""
 _MAX_TURN_SLACK = 8
 """The next turn may lack the prompt's last tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
@@ -125,7 +125,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: requests for another engine; None: all."""
+        """`request_ids`: requests that move to another engine; None: all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)

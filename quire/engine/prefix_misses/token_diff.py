@@ -42,7 +42,9 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
 
 
 def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
-    """Ordered by `new`, without overlaps. Complete from MIN_RUN_TOKENS on, unless `old` repeats itself."""
+    """Runs are ordered by `new` and do not overlap. All of at least MIN_RUN_TOKENS are found, unless `old` repeats
+    itself.
+    """
     size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run contains an aligned block of this size
     positions: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):

@@ -137,7 +137,7 @@ def _directory() -> str | None:
 
 
 def read_configuration() -> bytes:
-    """Reads one line of standard input and no byte more: `end_with_parent` reads the rest."""
+    """Reads one line of standard input and no byte more, because `end_with_parent` reads the rest."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte

@@ -80,7 +80,7 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """None: all. HIP falls back to CUDA's variable."""
+    """Returns None for all GPUs. HIP falls back to CUDA's variable."""
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 
@@ -100,7 +100,7 @@ def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list
 
 
 def describe_division(parts: Sequence[Sequence[str]]) -> str:
-    """replica 0 on GPU 0, replica 1 on GPU 1."""
+    """Returns a text such as: replica 0 on GPU 0, replica 1 on GPU 1."""
     return ", ".join(
         f"replica {index} on GPU{'s' if len(part) > 1 else ''} {' and '.join(part)}" for index, part in enumerate(parts)
     )

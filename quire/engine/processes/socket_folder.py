@@ -16,7 +16,7 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""Besides the lock file, only these are removed, because a person's folder may have the same name."""
+"""Only these and the lock file are removed, because a person's folder may have a similar name."""
 _MOST_BYTES = 107
 
 

@@ -169,7 +169,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """None for an error or a call no longer awaited."""
+        """Returns None for an error, or for a call that nobody awaits."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

@@ -296,7 +296,7 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Cuts like transformers. Raises InvalidRequest if the text lacks the unchanged message."""
+    """Cuts as transformers does. Raises InvalidRequest if the text lacks the unchanged message."""
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(

@@ -30,7 +30,7 @@ MAX_CHECK_CPU_SECONDS = 2.0
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
 r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields needs 800, as do 2,000 characters of any kind;
-`\\p{L}{1,300}` needs 7,000.
+`\p{L}{1,300}` needs 7,000.
 """
 _MAX_LARGE_LEXERS = 16
 """330 MB if full."""
@@ -59,12 +59,12 @@ def json_grammar(schema: Any) -> Grammar:
 
 
 def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
-    """`%json {…}`. `indented` allows line breaks."""
+    """Returns `%json {…}`. `indented` allows line breaks."""
     return f"%json {_dump_schema(_with_whitespace(schema, _INDENTED_WHITESPACE if indented else _COMPACT_WHITESPACE))}"
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
-    """The usual whitespace forces more text."""
+    """With the usual whitespace, grammars force more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -95,7 +95,7 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size`: the model's, which may differ."""
+    """`vocab_size` is the model's, which may differ."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 

@@ -22,7 +22,7 @@ _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
 """Characters of a repetition such as `'=' * 80` or a format; bits of a product."""
 _SIZE_PER_STEP = 64
-"""Characters or list entries per step: 128 million per rendering."""
+"""Characters or list entries per step, so 128 million per rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
 _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
 """Results can be as large as the product of two arguments."""
@@ -146,7 +146,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Mangled names leave all keywords to templates."""
+        """The parameters' mangled names leave all other names to templates."""
         budget = _CURRENT_BUDGET.get()
         budget.spend_steps(_STEPS_PER_CALL)
         method = getattr(__obj, "__wrapped__", __obj)

@@ -63,7 +63,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """`eos_token_ids` None: `eos_token`. Tokens beyond `model_vocab_size` are refused."""
+        """`eos_token_ids` None means `eos_token`. Tokens beyond `model_vocab_size` are refused."""
         self.backend = backend
         self.config = dict(config or {})
         self._first_missing_id = (
@@ -188,11 +188,11 @@ class Tokenizer:
 
     @cached_property
     def added_token_pattern(self) -> re.Pattern[str] | None:
-        """Matches tokens such as `<|im_end|>`, which are found first."""
+        """Matches tokens such as `<|im_end|>`, which the tokenizer splits off before all others."""
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Vocabulary entry such as `Ġhello` or `▁hello`, or None."""
+        """Returns a vocabulary entry such as `Ġhello` or `▁hello`, or None."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -210,7 +210,7 @@ class Tokenizer:
         return texts
 
     def token_display_text(self, token_id: int) -> str:
-        r"""Writes partial characters like OpenAI: `\xe2\x82`."""
+        r"""Writes bytes of partial characters as OpenAI does: `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)

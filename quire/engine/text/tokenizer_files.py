@@ -50,7 +50,7 @@ class _TokenizerConfigFields(TypedDict, total=False):
 
 
 def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
-    """{} without a file. Raises ModelError."""
+    """Returns {} without a file. Raises ModelError."""
     content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
     return {**content, **convert_parsed_json(content, _TokenizerConfigFields, files.file_label(name))}
 
@@ -74,7 +74,7 @@ def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) 
 
 
 def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
-    """A text with a brace is source."""
+    """A text that contains a brace is source."""
     try:
         return {
             "default": path_or_source

@@ -31,7 +31,7 @@ _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
 _REPEAT = re.compile(r"(?:[*+]|\{\d*,\d*\})[+?]?")
 _MAX_SAFE_REPEATS = 2
-"""Time then grows at most with this power of the length."""
+"""With this many repeats, time grows at most with this power of the length."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
 
@@ -98,8 +98,8 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Repeats one or two characters, then breaks the match. Some texts have all of the pattern's characters, because
-    the library skips texts without a required one.
+    """Repeats one or two characters, then breaks the match. Some texts contain every character of the pattern, because
+    the library skips texts that lack a required one.
     """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
     characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]

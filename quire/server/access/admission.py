@@ -119,7 +119,7 @@ class ModelRoute(APIRoute):
 
     needs_awake: ClassVar[bool] = True
     names_model: ClassVar[bool] = True
-    """Without it, any loaded model serves the request."""
+    """If False, any loaded model serves the request."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         dispatch = scope["app"].state.server.models.dispatch_request

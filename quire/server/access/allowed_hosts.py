@@ -39,7 +39,7 @@ class AllowedHosts:
         self._is_enforced = not self._has_api_keys and all(map(is_loopback_listener, listeners))
 
     def find_refused_host(self, scope: Scope) -> str | None:
-        """Requests without Host pass: browsers always send it, HTTP/1.0 programs do not. X-Forwarded-Host is
+        """Requests without Host pass, because browsers always send it; HTTP/1.0 programs do not. X-Forwarded-Host is
         ignored.
         """
         if not self._is_enforced:

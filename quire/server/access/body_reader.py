@@ -44,9 +44,9 @@ class BodyTimeouts:
     wait_seconds: float = 10.0
     check_interval: float = 0.5
     slow_after: float = 2.0
-    """While others wait, an older body must be on pace to arrive within half of `wait_seconds`."""
+    """After this time, while others wait, a body must be on pace to arrive within half of `wait_seconds`."""
     total_seconds: float = 300.0
-    """16 MiB at 56 KiB/s. Slower senders could keep their share for hours."""
+    """Allows 16 MiB at 56 KiB/s. Slower senders could keep their share for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at

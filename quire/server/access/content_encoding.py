@@ -17,15 +17,15 @@ from quire.engine.common.errors import InvalidRequest
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
 _INPUT_BYTES = 16 * 1024
-"""Input limit of a step: this size of empty blocks takes 4 ms."""
+"""Input limit of a step. Empty blocks of this size take 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
 MAX_LAYERS = 3
 MAX_MEMBERS = 4096
-"""gzip members or zstd frames per body; even empty ones take time."""
+"""Limit of gzip members or zstd frames per body, because even empty ones take time."""
 _ENCODING_ALIASES = {"x-gzip": "gzip"}
 _WINDOW_LOG = 23
-"""Limits a zstd decoder to 8 MiB, which RFC 9659 makes clients' maximum."""
+"""Limits a zstd decoder to 8 MiB, the most that RFC 9659 allows clients."""
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 

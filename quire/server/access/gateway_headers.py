@@ -37,7 +37,7 @@ class TrustedGateways:
             self._priorities[name] = int(priority)
 
     def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """A named user has an own share of the engine; everything else is the key's."""
+        """Gives a named user a separate share of the engine; everything else is the key's."""
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)
         if name is None or re.fullmatch(SAFE_ID_PATTERN, name) is None:
             return tenant

@@ -26,7 +26,7 @@ ADMIN_PATHS = frozenset(
     }
 )
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Without keys, these serve programs on this machine but no web pages."""
+"""Without keys, these serve programs on this machine, but no web pages."""
 
 
 def is_public_path(path: str) -> bool:

@@ -14,9 +14,9 @@ from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256
-"""Queued prompt tokens of lines. Steps stay short, because a new request waits for the running one."""
+"""Limit of lines' prompt tokens that wait. Steps stay short, because a new request waits for the running one."""
 _QUIET_SECONDS = 1.0
-"""Seconds after another request in which a further one is expected."""
+"""After another request, a further one is expected for this long."""
 _LINE_INTERVAL_SECONDS = 0.015
 """A start takes 2 ms of the event loop, so lines pause while others have requests."""
 _MAX_SLOWDOWN = 1.25

@@ -38,7 +38,7 @@ BATCH_PRIORITY = 1 << 20
 """Smaller numbers go first; requests default to 0."""
 MAX_OPEN_BATCHES = 64
 MAX_UPLOADS = 16
-"""A key must leave others as many as it has."""
+"""Limit of uploads. A key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
 _LINES_PER_CHECK = 2
 """Each start holds the event loop for some milliseconds."""

@@ -39,7 +39,7 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""Consecutive processes of one number that may end without serving."""
+"""How many successive processes of one number may end without serving."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0
@@ -48,7 +48,7 @@ _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """A line of JSON on stdin."""
+    """Sent as a line of JSON on stdin."""
 
     config: str
     hub: str

@@ -46,7 +46,7 @@ class MultiModelHost:
         return 0 if self._manager is None else self._manager.num_open_requests
 
     def launch_engine(self) -> None:
-        """Loading needs the event loop."""
+        """Does nothing, because loading needs the event loop."""
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:

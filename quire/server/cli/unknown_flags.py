@@ -56,7 +56,7 @@ def _translate_flag(argument: str, known: Container[str]) -> str:
 
 
 def _normalize_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
-    """`--flag=true` and the like become `--flag` or `--no-flag`."""
+    """Turns `--flag=true` and the like into `--flag` or `--no-flag`."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
@@ -109,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Moves positionals after a dropped flag before all flags; otherwise an earlier list flag would take them."""
+    """Moves positionals that follow a dropped flag to the front, because an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,9 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Merges `--flag.key.key value` parts into one JSON object in the first part's place, where it ends an earlier
-    list.
-    """
+    """Merges `--flag.key.key value` parts into one JSON object in the first part's place."""
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}

@@ -79,8 +79,8 @@ def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """Kernels or weights differ from those at the start, or are not deterministic. The call then continues after its
-    tokens.
+    """True if kernels or weights differ from those at the start, or are not deterministic. The call then continues
+    after its tokens.
     """
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 

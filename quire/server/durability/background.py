@@ -180,7 +180,7 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Close after `seconds`, or now if the owner has MAX_ABANDONED answers without a reader."""
+        """Closes after `seconds`, or now if the owner has MAX_ABANDONED answers without a reader."""
         owner = key[0]
         if running.has_ended or running.task is None:
             return

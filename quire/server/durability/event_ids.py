@@ -52,7 +52,7 @@ class EventIdWriter(AnswerWriter):
         self._kind = self._kind_count = self._kind_seen_count = 0
         self._event_template = b""
         self._text_event_template: bytes | None = None
-        """Bytes format of a count and a text's JSON, for a single choice; None while the reader is ahead."""
+        """Bytes format with a count and a text's JSON, for a single choice; None while the reader is ahead."""
         self._switch_event_kind(0)
 
     @property

@@ -41,9 +41,9 @@ _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPSt
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
-"""While more is due, pauses let others use the disk."""
+"""Pause while more is due, in which others can use the disk."""
 _POLL_ALONE_SECONDS = 2.0
-"""Without other processes, only the disk must be checked."""
+"""A single process polls only to check whether the disk can be written."""
 
 
 @dataclass(slots=True)

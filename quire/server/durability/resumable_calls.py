@@ -48,9 +48,9 @@ _SAVE_INTERVAL_SECONDS = 1.0
 _SAVES_PER_LOGGED_CALL = 5
 """Calls in the write-ahead log join every fifth save; only a power cut loses their unsaved tokens."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""Used while the store cannot be reached."""
+"""Apply while the store cannot be reached."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Questions to other API processes: stop answering a call; is it being answered?"""
+"""Requests to other API processes: to stop answering a call, and whether it is being answered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

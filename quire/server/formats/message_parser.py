@@ -31,9 +31,9 @@ class RequestMessageFormat:
     tool_format: ToolFormat | None = None
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Declared as custom: the input is their only argument."""
+    """Tools declared as custom: the input is their only argument."""
     allows_parallel_calls: bool = True
-    """Without it, only the first call is kept."""
+    """If False, only the first call is kept."""
     calls_only: bool = False
     """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None

@@ -18,7 +18,7 @@ class ReasoningFormat:
     end: str
     begin_space: str = ""
     generation_prompt: str = ""
-    """The prompt's end if each part of an answer begins with it: <|start|>assistant."""
+    """Set if each part of an answer begins with the prompt's end: <|start|>assistant."""
     later_begin: str = ""
     """Start of later spans, if other than `begin`."""
 
@@ -100,7 +100,7 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
-        """Belongs to the thinking only if more follows."""
+        """Whitespace that belongs to the thinking only if more follows."""
         self._has_thought = False
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []

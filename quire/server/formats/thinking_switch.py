@@ -27,7 +27,7 @@ SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
 """(variable, value for thinking, value for none), as in published templates."""
 EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""The APIs' words, ascending."""
+"""The APIs' words, in ascending order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
 """These values of EFFORT_VARIABLES turn thinking off in some templates."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
@@ -98,7 +98,7 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
-    """Chooses the nearest accepted word; of two, the greater."""
+    """Chooses the nearest accepted word, and the greater one of two equally near."""
     accepted = [
         word
         for word in EFFORT_WORDS

@@ -28,7 +28,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     index: int
     text: str
     tokens: list[AnswerToken]
-    """They begin in `text`; only if log probabilities were requested."""
+    """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string, or an id of stop_token_ids."""
@@ -238,5 +238,5 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """Compares each of the last `length` tokens to the one `period` before it, if that is also among them."""
+    """True if the last `length` tokens repeat after every `period` tokens."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

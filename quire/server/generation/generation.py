@@ -37,7 +37,7 @@ class Usage:
 
     @property
     def cache_miss_fields(self) -> dict[str, object]:
-        """Tokens computed again, main reason and seconds; empty if none."""
+        """Tokens computed again, the main reason, and the seconds; empty if there are none."""
         reasons = Counter[str]()
         for report in self.prefix_reports:
             reasons.update(dict(report.tokens_by_reason))

@@ -39,7 +39,7 @@ class LineLimiter:
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
-        """Returns the answer's length in `text`, and where the character that ends it is."""
+        """Returns where the answer ends in `text`, and where the character that ends it is."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds

@@ -14,9 +14,7 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Number of last characters in which a stop string is searched. It ends content, except for text that parsers hold
-back.
-"""
+"""A stop string is searched in this many last characters. It ends content, except for text that parsers hold back."""
 
 
 class MessageDeltaStream:

@@ -12,7 +12,7 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Bounds a whole answer, or a stream that repeats them at its end: about 140 MB."""
+"""Limit for a whole answer, or a stream that repeats them at its end: about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
 
 

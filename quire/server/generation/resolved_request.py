@@ -16,12 +16,12 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.response_store import StoredItem
 
 QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
-"""labels: a label's probability among all tokens; shares: among labels."""
+"""labels: each label's probability among all tokens; shares: among the labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionQuestion:
-    """One token answers it."""
+    """A question that one token answers."""
 
     type: QuestionType
     name: str | None
@@ -41,7 +41,7 @@ class ResponsesApiFields:
     background: bool = False
     input_items: Sequence[StoredItem] = ()
     cache_for_websocket: bool = False
-    """Keep the response in memory for the WebSocket's next request."""
+    """Keeps the response in memory for the WebSocket's next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
     continues_unstored_response: bool = False
@@ -185,7 +185,7 @@ class GenerationRequest(ResolvedRequest):
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Lacks the grammar and drawn seed that `sampling_params` adds."""
+    """Without the grammar and drawn seed, which `sampling_params` adds."""
     num_returned: int
     """A whole answer returns this many choices per prompt, the most likely ones; at most n."""
     session_id: str = ""
@@ -219,7 +219,7 @@ class GenerationRequest(ResolvedRequest):
     allows_receipt: bool = True
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
-    """Has no model yet. None if later prompts cannot be compared with this one."""
+    """Does not have its model yet. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
     """The earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()

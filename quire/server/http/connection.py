@@ -140,7 +140,7 @@ class HttpConnection(HttpToolsProtocol):
         self._running_cycle: RequestResponseCycle | None = None
         """The request answered now or last. `cycle` is the one received last."""
         self._is_refused = False
-        """Nothing more is read, and the refusal follows the answers to earlier requests."""
+        """If True, nothing more is read, and the refusal follows the answers to earlier requests."""
 
     # Receiving
 
@@ -295,7 +295,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(408, f"The request did not arrive within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
-        """uvicorn calls send_400_response afterwards."""
+        """uvicorn then calls send_400_response."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 

@@ -165,7 +165,7 @@ class WebSocketConnection(WSProtocol):
             self._write_timer = None
 
     def shutdown(self) -> None:
-        """The server stops. Open answers may finish first."""
+        """Called when the server stops. Open answers may finish first."""
         if self.handshake_complete and not self.close_sent:
             self._going_away.set()
         else:

@@ -15,7 +15,7 @@ from quire.engine.common import clock
 log = logging.getLogger("quire.server")
 
 MAX_BUFFERED_BYTES = 16 * 1024
-"""Larger buffers are written at once, so that backpressure shows."""
+"""More bytes are written at once, so that backpressure shows."""
 
 LINGER_SECONDS = 10.0
 """Lets a client that still sends read its refusal."""

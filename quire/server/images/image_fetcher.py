@@ -28,7 +28,7 @@ MAX_FETCHING_REQUESTS = 64
 _MAX_CONNECTIONS = 4
 _NUM_LOOKUP_THREADS = 4
 _CONNECT_TIMEOUT = 3.0
-"""Limit for each address of a host, except the last."""
+"""Limit per address of a host, except for the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
@@ -123,8 +123,8 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls`: the field that names each URL. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
-        errors of `charge_bytes`.
+        """`urls` maps each URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest
+        and the errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (
@@ -214,7 +214,7 @@ def _url_to_ascii(url: str) -> str:
 
 
 async def _result_or_error(fetch: Any) -> bytes | QuireError:
-    """Returns errors, because one must not cancel other fetches."""
+    """Returns an error instead of raising it, so that other fetches continue."""
     try:
         content: bytes = await fetch
     except QuireError as error:

@@ -16,7 +16,7 @@ from quire.server.observe.metric_sums import PeerSample, SummingCollector, sampl
 from quire.server.observe.request_log import RequestRecord
 
 UNCOUNTED_PATHS = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
-"""Probes, which would outnumber other requests."""
+"""Probes would outnumber other requests."""
 _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)
@@ -91,7 +91,7 @@ class HttpMetrics(Collector):
         return True
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None:
-        """Also called for failed responses. Byte counts are Content-Length headers, or 0."""
+        """Also counts failed responses. Byte counts are Content-Length headers, or 0."""
         self._open_requests.dec()
         handler, seconds = self._route_template(scope), (record.ended_at or record.arrived_at) - record.arrived_at
         method = record.method if record.method in _METHODS else _UNKNOWN_METHOD

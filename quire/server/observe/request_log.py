@@ -17,7 +17,7 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""A path or traceparent may have 64 KiB."""
+"""Longer paths are cut and longer traceparents dropped; either may have 64 KiB."""
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Journals between submission and first event. The caller must close the result."""
+    """Journals between submission and the first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     record_prompt(request, resolved)
     await durable.journal(resolved, running)

@@ -1,4 +1,4 @@
-"""Compares prompts with earlier answers' if the request asks for it (server/cache_diagnostics.py)."""
+"""Compares prompts with those of earlier answers on request (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.runtime.server_context import get_server_context
 
 
 async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis | None:
-    """None unless the request asks for it. Other keys', cache salts' and APIs' answers are not found."""
+    """Returns None unless requested. Does not find answers of other keys, cache salts or APIs."""
     if not resolved.comparison_id:
         return None
     if (fingerprint := _fingerprint_with_model(request, resolved)) is None:

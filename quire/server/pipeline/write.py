@@ -19,9 +19,9 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""The version at the last token; for a stream, at its start."""
+"""Names the version at the last token; for a stream, at its start."""
 MAX_INLINE_NUMBERS = 2**14
-"""Larger answers are written in threads; JSON of this size takes milliseconds."""
+"""Larger answers are written in threads, because JSON of this size takes milliseconds."""
 
 
 async def do_nothing() -> None:

@@ -37,7 +37,7 @@ CHAT_EXTENSIONS = (
     "documents",
     "add_special_tokens",
 )
-"""These mean the same in every API."""
+"""Fields that mean the same in every API."""
 
 
 class TranslatableBody(ModelBody):

@@ -39,9 +39,9 @@ MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256
 MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
-"""Number of token ids or prompts; context and MAX_PROMPTS limit them further."""
+"""Limit of token ids or prompts. The context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
-"""Each takes at least a token, so the context limits them too."""
+"""Each message takes at least a token, so the context limits them too."""
 MAX_CONTENT_PARTS = 10_000
 MAX_DOCUMENTS = 10_000
 MAX_TOOLS = 1024

@@ -11,9 +11,9 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Names schemas whose objects stay open, because what they merge cannot be decided."""
+"""Header that names schemas whose objects stay open, because what they merge cannot be decided."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""Tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
+"""Header that names tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 

@@ -25,7 +25,7 @@ def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: 
 
 
 def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
-    """`num_tokens` is of all prompts: the engine sends their log probabilities in one message."""
+    """`num_tokens` counts all prompts, because the engine sends their log probabilities in one message."""
     if alternatives is not None and num_tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs (or logprobs with echo) of {num_tokens} prompt tokens with {alternatives} alternatives "
@@ -35,7 +35,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """Returns token ids per answer, by field; for a grammar, characters / 16."""
+    """Returns token ids per answer, by field. A grammar counts as characters / 16."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),

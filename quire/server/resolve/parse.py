@@ -21,14 +21,14 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 MAX_JSON_DEPTH = 100
 MAX_LISTED_ERRORS = 10
 _OBJECT_ERRORS = ("dict_type", "model_type", "model_attributes_type")
-"""Errors that pydantic words in Python terms."""
+"""Errors that pydantic describes in Python's terms."""
 _UNREADABLE_CONTENT = ("audio", "video", "file", "document")
 _QUOTED_WORD = re.compile(r"'([^']*)'")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NON_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
-"""Brackets as signed bytes: +1 opens, -1 closes."""
+"""Maps brackets to signed bytes: +1 opens, -1 closes."""
 
 
 def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
@@ -75,7 +75,7 @@ def is_too_deep(body: bytes) -> bool:
 
 
 def validation_message(details: Sequence[Any], body_fields: dict[str, Any], model: type[BaseModel]) -> str:
-    """Keeps one message per path; of a union's, the first or one of ours."""
+    """Keeps one message per path. Of a union's, it is the first or one of ours."""
     by_place: dict[str, str] = {}
     for one in details:
         place, value = _error_path_and_value(one, body_fields)

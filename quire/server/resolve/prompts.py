@@ -210,7 +210,7 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
 
 
 def _message_texts(message: ChatMessage) -> list[str]:
-    """Images become ""."""
+    """Images count as ""."""
     if message.content is None or isinstance(message.content, str):
         return [message.content or ""]
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]
@@ -305,7 +305,7 @@ def truncate_ids(ids: list[int], limit: int, side: str) -> list[int]:
 def check_and_encode_texts(
     model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, will_truncate: bool = False
 ) -> list[list[int]]:
-    """Raises InvalidRequest for texts too long, unless `will_truncate`."""
+    """Raises InvalidRequest for too long texts, unless `will_truncate`."""
     for text in texts:
         check_no_surrogates(text, param)
         if not will_truncate:

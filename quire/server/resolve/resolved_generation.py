@@ -30,7 +30,7 @@ class AnswerForm:
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """The API's names, by names in a chat or completion."""
+    """Maps a chat's or completion's names to the API's."""
     allows_receipt: bool = True
 
 

@@ -15,7 +15,7 @@ from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_
 from quire.server.served_model import ServedModel
 
 CLIPPED_HEADER = "X-Max-Tokens-Clipped"
-"""The header with the context length, if max_tokens exceeds it."""
+"""Header with the context length, sent if max_tokens exceeds it."""
 
 
 def resolve_sampling_params(
@@ -75,7 +75,7 @@ def resolve_sampling_params(
 
 
 def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
-    """None stays None, for what the context holds. Raises InvalidRequest above the context, unless `clip`."""
+    """Keeps None, which means what the context holds. Raises InvalidRequest above the context, unless `clip`."""
     if max_tokens is None:
         return None
     if max_tokens > context and not clip:

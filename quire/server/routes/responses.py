@@ -44,7 +44,7 @@ router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
 counting_router = APIRouter(route_class=RateLimitedRoute)
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""Final event by status; others get response.incomplete."""
+"""Maps a status to its final event; others get response.incomplete."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
 

@@ -86,6 +86,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 
 def _single_runtime(request: Request) -> ModelRuntime:
-    """Servers of one model use it; server/multi_model/multi_model_app.py replaces these routes."""
+    """For servers of one model; server/multi_model/multi_model_app.py replaces these routes."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

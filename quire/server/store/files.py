@@ -104,7 +104,7 @@ class Files:
         return self._budget.total_used
 
     def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
-        """Reserves `size` bytes in all, until `add`, `release` or the process's end. If False, an earlier reservation
+        """Reserves `size` bytes in total, until `add`, `release` or the process's end. On False, an earlier reservation
         stays.
         """
         with self._database.read_connection():
@@ -130,8 +130,8 @@ class Files:
         return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Raises OSError if the content is gone; InvalidRequest without room, because the process with the reservation
-        was replaced.
+        """Raises OSError if the content is gone; InvalidRequest if the process with the reservation was replaced and
+        there is no room.
         """
         with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)

@@ -11,7 +11,7 @@ from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128
-"""Bounds deleted rows, and a large object's inserted rows."""
+"""Limit of deleted rows, and of a large object's inserted rows."""
 MAX_TRANSACTION_BYTES = 512 << 10
 """A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32

@@ -28,7 +28,7 @@ _IS_UNFINISHED_RESPONSE = (
 )
 _BEFORE_FIRST = (float("-inf"), "")
 _EVICTION_STEPS = 2
-"""A new call's first token waits for them."""
+"""A new call's first token waits for these steps."""
 _UPDATES_PER_TRANSACTION = 16
 CLAIM_SECONDS = 30.0
 
@@ -109,8 +109,8 @@ class Calls:
         return self._sizes.total_bytes()
 
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
-        """`process` answers the call from now on, even if the write fails. `expires_at`: Unix seconds. False if another
-        call has its key.
+        """`process` answers the call from now on, even if the write fails. `expires_at` is in Unix seconds. False if
+        another call has its key.
         """
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)

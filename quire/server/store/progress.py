@@ -14,7 +14,7 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallProgress(msgspec.Struct):
-    """Lists are by choice. Only the event loop may change a growing one."""
+    """Lists are by choice. Only the event loop may change those that grow."""
 
     ids: list[list[int]] = []
     cached: list[int] = []

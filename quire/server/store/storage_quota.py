@@ -36,8 +36,8 @@ class StorageQuota:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
     def make_room(self, size: int, *, max_steps: int | None = None) -> None:
-        """Evicts until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound.
-        `max_steps`: leave the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
+        """Evicts until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound. With
+        `max_steps`, leaves the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
         """
         freed = 0
         has_more = True

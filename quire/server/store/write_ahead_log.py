@@ -19,7 +19,7 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""Begins names of files in --data-dir; the process's name follows."""
+"""First part of log files' names in --data-dir; the process's name follows."""
 HALF_BYTES = 1 << 21
 """While one half is written, the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
@@ -107,7 +107,7 @@ class WriteAheadLog:
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Writes one record: one per token would dominate the cost."""
+        """Writes one record, because one per token would cost more than the rest."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:

@@ -15,7 +15,7 @@ from quire.server.access.tenants import Tenant
 LARGE_BYTES = 1 << 16
 """Larger jobs never take all workers."""
 _BYTES_PER_SECOND = 1e6
-"""A job's arrival counts a second later per this many bytes, so large jobs do not delay small ones."""
+"""A job counts as arriving a second later per this many bytes, so large jobs do not delay small ones."""
 
 
 @dataclass(eq=False, slots=True)

@@ -286,7 +286,7 @@ class WorkerPool:
 
 
 STALL_SECONDS = 5.0
-"""A process with work that does nothing for this long, though it could compute, is killed."""
+"""A process that has work, could compute, and does nothing for this long is killed."""
 _POLL_SECONDS = 0.25
 
 
@@ -309,7 +309,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kills the process if it stands still during the block, which waits for it."""
+    """Kills the process if it stands still during the block."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -24,7 +24,7 @@ def encode_with_literal_texts(
 
 
 def _find_cuts_inside_special_tokens(tokenizer: Tokenizer, text: str, moved_texts: Sequence[str]) -> Iterator[int]:
-    """A special token that is cut inside is encoded as characters."""
+    """Yields positions inside special tokens: a token cut there is encoded as characters."""
     pattern = tokenizer.added_token_pattern
     for each in set(moved_texts) if pattern is not None else ():
         assert pattern is not None

@@ -30,12 +30,12 @@ def prepare_default_breakers(tokenizer: Tokenizer) -> None:
 
 
 def needs_vocabulary_search(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> bool:
-    """An event loop must not wait for the search."""
+    """True if the search takes too long for an event loop."""
     return tokenizer not in _default_ids if breakers is None else bool(breakers)
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """`breakers` None: the default. Raises InvalidRequest."""
+    """`breakers` None means the default. Raises InvalidRequest."""
     if breakers is None and (prepared := _default_ids.get(tokenizer)) is not None:
         return prepared
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))

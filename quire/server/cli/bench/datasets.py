@@ -16,7 +16,7 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""vLLM's limits for prompts, and for prompts with answers: figures are comparable."""
+"""vLLM's limits for prompts, and for prompts with answers, so that figures are comparable."""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 

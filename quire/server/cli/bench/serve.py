@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Any chunk of /completions counts; one that only opens a chat answer does not."""
+        """Any chunk of /completions counts, but not one that only opens a chat answer."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -182,7 +182,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """Chats take no ids: sends words that are single tokens in most vocabularies."""
+    """Sends chats, which take no ids, words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {
@@ -195,7 +195,7 @@ class Measurement:
     results: list[BenchAnswer | BenchFailure]
     seconds: float
     client_seconds: float
-    """This process's CPU time, lost to a server on the same cores."""
+    """CPU time of this process, which a server on the same cores lacks."""
 
 
 async def measure_server(

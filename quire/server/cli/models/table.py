@@ -25,7 +25,7 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Context that must fit, and for which memory is shown."""
+"""Length of the context that must fit, and for which memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
 _LAPTOP_FLOPS = 1e12
 """16-bit, roughly; memory bounds a single stream."""

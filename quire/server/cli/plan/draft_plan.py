@@ -43,7 +43,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Counts at least one slot, so that the plan reports what does not fit."""
+    """Counts at least one slot, so that the plan shows what does not fit."""
     try:
         return count_state_slots(
             slot,

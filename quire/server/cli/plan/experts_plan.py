@@ -28,7 +28,7 @@ class ExpertsPlan:
     disk_bytes: int = 0
     """0: all in memory."""
     memory_bytes: int = 0
-    """Part of disk_bytes also kept in memory."""
+    """Part of disk_bytes that is also kept in memory."""
     token_read_bytes: int = 0
 
 

@@ -21,7 +21,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
 """Tokens per rank if ranks divide tokens."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
-"""Tokens, for most attention backends and for most that use flash-attn."""
+"""Tokens per block for most attention backends, and for most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
     "flash3": FLASH_BLOCK_SIZE,
     "flash4": 128,
@@ -78,8 +78,9 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Returns tokens, by attention backend. "auto": flash-attn if possible, assuming that everything is installed.
-        `is_8_bit`: flash-attn's larger blocks do not hold it. `block_size`: used if the backend has it.
+        """Returns tokens, by attention backend. "auto" means flash-attn if possible, assuming that everything is
+        installed. `is_8_bit`: flash-attn's larger blocks do not hold 8-bit KV. `block_size`: used if the backend has
+        it.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -95,7 +96,7 @@ class Machine:
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Follows the engine's rule. `step_bytes`: the largest step on a GPU."""
+        """Follows the engine's rule. `step_bytes`: what the largest step takes on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)

@@ -17,7 +17,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
-"""16 lanes of PCIe 4.0; one GB/s of a disk."""
+"""PCIe 4.0 with 16 lanes, and a disk that reads 1 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class StreamedLayersPlan:
 
     @property
     def max_steps_per_second(self) -> float:
-        """Reading is the bound; for a disk, per GB/s."""
+        """Reading limits the speed. For a disk, the result is per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

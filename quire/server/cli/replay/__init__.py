@@ -47,7 +47,7 @@ RECEIPT_SETTINGS = (
     "rope_context",
     "tensor_parallel_size",
 )
-"""Taken from the first receipt unless given as flags."""
+"""Settings taken from the first receipt unless given as flags."""
 MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 

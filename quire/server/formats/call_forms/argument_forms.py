@@ -39,7 +39,7 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        """Pass on arguments as JSON, up to `tail`. False: broken or incomplete."""
+        """Passes on arguments as JSON, up to `tail`. False: broken or incomplete."""
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:

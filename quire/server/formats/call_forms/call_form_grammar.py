@@ -57,7 +57,7 @@ class CallFormGrammarWriter:
         )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
-        """Matches text, or calls after `opening`. Adds the rules that it needs."""
+        """Matches text, or calls after `opening`. Also adds the rules that it needs."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt

@@ -51,7 +51,7 @@ class CallFormReader:
         return True
 
     def _read_call(self, head: str, *, outside: bool) -> ParserSteps[bool]:
-        """`outside`: without the tag around calls."""
+        """`outside`: the tag around calls is missing."""
         form = self._form
         if form.json_keys is not None and (yield from self._read_json_call(form.json_keys, head)):
             return True

@@ -9,7 +9,7 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""Hardly occurs in ordinary text: a tag, its start, or capitals and a bracket."""
+"""What hardly occurs in ordinary text: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
 
@@ -27,7 +27,7 @@ class CallFormTexts:
     allows_many: bool = True
     """False: the template shows one call per turn."""
     prompt_head: str = ""
-    """The first head's part that ends the prompt."""
+    """The part of the first head with which the prompt ends."""
     turn_end: str = ""
     """The model may write it or stop before it."""
     json_keys: JsonCallKeys | None = None

@@ -69,7 +69,7 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Decides by up to 80 characters after a raw string's quote."""
+        """Decides by the text after a raw string's quote, at most 80 characters."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None

@@ -30,7 +30,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Matches a text, then `end`. The text must not contain `stop`, where parsers end it."""
+    """Matches a text, then `end`. The text may not contain `stop`, because parsers end it there."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body

@@ -35,7 +35,7 @@ class CodeBlockReader:
     def read_fenced_calls(
         self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
     ) -> ParserSteps[bool]:
-        """`before`: text before the fence. False: not a call."""
+        """`before`: text before the fence. Returns False if it is not a call."""
         if before.rpartition("\n")[2].strip():
             return False  # within a line
         if self._is_inside:

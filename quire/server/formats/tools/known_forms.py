@@ -18,7 +18,7 @@ HERMES = CallForm(
     end="",
     json_keys=DEFAULT_KEYS,
 )
-"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo. Also described to models whose template has no tools."""
+"""Used by Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and MiMo. Also described to models whose template has no tools."""
 
 MISTRAL = CallForm(
     begin="[TOOL_CALLS][",

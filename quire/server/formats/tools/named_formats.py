@@ -19,7 +19,7 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""Found in templates with Python calls; LFM2's show no calls."""
+"""Marks in templates with Python calls. LFM2's template shows no calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class ToolFormat(ABC):
     """Models also mention these in text, so they count only at a line's start, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[str] = ""
-    """Starts an answer that is calls without a marker; empty if there is always one."""
+    """The start of an answer that is calls without a marker; empty if there is always a marker."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
     """A call, for prompts that explain the format in words."""
 

@@ -32,7 +32,7 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """Written by `encode_with_raw_fields`."""
+        """A field for `encode_with_raw_fields`."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
@@ -40,7 +40,7 @@ class AnswerWriter(ABC):
 
     @property
     def keeps_logprobs_until_end(self) -> bool:
-        """A stream's last events repeat its log probabilities."""
+        """True if a stream's last events repeat its log probabilities."""
         return False
 
     def first_events(self) -> bytes:
@@ -51,7 +51,7 @@ class AnswerWriter(ABC):
         """Write one step."""
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Bytes format with one %b, the text's JSON, for all steps that add only text, if there is one."""
+        """Returns a bytes format for all steps that add only text, if there is one. Its only %b is the text's JSON."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""These functions become VectorBodyWriters once the arguments before `request` are bound."""
+"""The arguments before `request` are bound to make VectorBodyWriters."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from quire.server.resolve.tool_use import resolve_request_tools
 from quire.server.served_model import ServedModel
 
 CallerFields = dict[str, str]
-"""The caller's field path, by the chat's."""
+"""Maps the chat's field paths to the caller's."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
 """Holds the caller's field until `merge_user_turns`. No JSON has such a key."""
@@ -28,7 +28,7 @@ FIELD_KEY = "\0field"
 
 @contextmanager
 def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerFields]:
-    """Renames fields in the block's errors, by `names` and the yielded dict, which `merge_user_turns` fills."""
+    """Renames fields in errors of the block, by `names` and the yielded dict, which `merge_user_turns` fills."""
     caller_fields: CallerFields = {}
     try:
         yield caller_fields
@@ -51,7 +51,7 @@ def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> 
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Replaces paths, which are never ordinary words, and the parameter."""
+    """Replaces paths, because they are never ordinary words, and `param`."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)
@@ -82,7 +82,7 @@ def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping
 
 
 def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> list[ChatTurn]:
-    """A turn's content is a list of parts; a tool's is text."""
+    """A turn's content is a list of parts; a tool turn's is text."""
     merged: list[ChatTurn] = []
     for turn in turns:
         if turn["role"] == "user" and merged and merged[-1]["role"] == "user":

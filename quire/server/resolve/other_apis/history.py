@@ -32,14 +32,14 @@ from quire.server.store.response_store import StoredItem as StoredItem
 
 NO_STORE_MESSAGE = "this server stores no responses; the operator may pass --data-dir"
 MAX_ITEMS = 10_000
-"""Bounds a conversation or a stored input: some thousand agent turns with calls."""
+"""Limit for a conversation or a stored input: some thousand agent turns with calls."""
 MAX_ADDED_ITEMS = 1_000
-"""Bounds a request: one transaction adds its items to a conversation."""
+"""Limit per request, because one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""A response reads a whole conversation, which has as many bytes as a body's default."""
+"""A response reads a whole conversation, which may thus be as large as a body's default."""
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
-"""Bounds what a request stores: the text of a million tokens."""
+"""Limit for what a request stores: the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
 ITEM_ID_PREFIXES = {
@@ -164,7 +164,7 @@ def to_stored_items(
     in_conversation: bool = False,
     max_bytes: int | None = None,
 ) -> list[StoredItem]:
-    """Gives each item an id. `in_conversation`: items are added to one. `max_bytes`: default MAX_INPUT_BYTES."""
+    """Gives each item an id. `in_conversation`: items are added to one. `max_bytes` defaults to MAX_INPUT_BYTES."""
     max_bytes = MAX_INPUT_BYTES if max_bytes is None else max_bytes
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"

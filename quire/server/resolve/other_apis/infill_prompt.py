@@ -16,14 +16,14 @@ REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<
 FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
 PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
 REPOSITORY_NAME = "myproject\n"
-"""llama.cpp's text, as are the next two."""
+"""llama.cpp's text, as the next two are."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
 """Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. A shorter context's half, if that is less."""
+"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. At most half the context is used."""
 MAX_TOKEN_CHARACTERS = 32
-"""Texts with more characters per token are cut before tokenization: their tokens would not fit."""
+"""Texts with more characters per token are cut before tokenization, because their tokens would not fit."""
 _GUARD = "\u263a"
 """Precedes a text, so that the tokenizer adds its first space here and not before the text."""
 

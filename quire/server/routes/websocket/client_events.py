@@ -16,7 +16,7 @@ _MAX_SHOWN_BYTES = 50
 _NULL = msgspec.Raw(b"null")
 _NOT_OBJECT_MESSAGE = "Each message must be a JSON object, sent as text"
 _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
-"""Ends an event's text and makes it a POST's body: of two equal names, the last counts."""
+"""Ends an event's text to make it a POST's body: of two equal names, the last counts."""
 
 
 class _Envelope(msgspec.Struct):

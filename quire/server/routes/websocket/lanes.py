@@ -12,7 +12,7 @@ from quire.server.resolve.other_apis.history import CachedResponse
 from quire.server.routes.websocket.client_events import CreateEvent, EventRefused
 
 MAX_RUNNING_RESPONSES = 16
-"""OpenAI's limits per connection, like the next one."""
+"""OpenAI's limits per connection, as the next one is."""
 MAX_NAMED_LANES = 32
 MAX_WAITING_EVENTS = 64
 
