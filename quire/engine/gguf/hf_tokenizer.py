@@ -24,7 +24,7 @@ _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
 """The misspelling is GGUF's."""
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
-"""If both exist, <|end|> ends a message but not the answer (OpenAI's harmony format)."""
+"""If a vocabulary has both, <|end|> ends only a message, not the answer (OpenAI's harmony format)."""
 _END_TOKENS = {
     "<|eot_id|>",
     "<|eom_id|>",

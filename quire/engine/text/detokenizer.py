@@ -68,9 +68,9 @@ class StopStringMatcher:
 
 
 class IncrementalDetokenizer:
-    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
-    ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. Stop strings are not searched in
-    the first `min_tokens` tokens.
+    """For valid text, the deltas join to `tokenizer.decode(ids)`; with prompt ids, to the part of
+    `tokenizer.decode(prompt_ids + ids)` after the prompt. A character unfinished at the end becomes U+FFFD. Stop
+    strings are not searched in the first `min_tokens` tokens.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from quire.engine.common import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16
-"""Larger jobs never take all workers."""
+"""Jobs of this size or more never take all workers."""
 _BYTES_PER_SECOND = 1e6
 """A job counts as arriving a second later per this many bytes, so large jobs do not delay small ones."""
 
