@@ -26,7 +26,7 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""Unnamed adapters stay this long: a request may soon need their files."""
+"""How long an unnamed adapter's files stay, because a request may soon need them."""
 
 
 class AdapterRegistry:
@@ -48,7 +48,6 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self._configured_names: set[str] = set()
         self._unnamed_since: dict[str, float] = {}
-        """Monotonic time at which each digest lost its last name."""
         self._change_lock = asyncio.Lock()
 
     @property
@@ -56,7 +55,6 @@ class AdapterRegistry:
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
-        """Raises ConfigError."""
         for name, digest in self._read_saved_digests_by_name().items():
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
@@ -145,7 +143,9 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Atomic, readable by this user only. None: nothing is stored. Errors are only logged."""
+    """Writes atomically, readable by this user only. Logs errors instead of raising them. `file` None: stores
+    nothing.
+    """
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -162,7 +162,6 @@ def write_json_file(file: Path | None, content: Mapping[str, Any], description: 
 
 
 def parse_adapter_option(text: str) -> tuple[str, str]:
-    """NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
     if text.startswith("{"):
         try:
             option = json.loads(text)
@@ -176,16 +175,13 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 
 
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
-    """Raises ConfigError."""
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: needs --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds, during the model's load. Raises ConfigError if --lora-modules are missing here or do not fit.
-    `modules` None or empty: unknown.
-    """
+    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit."""
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
         try:
@@ -206,7 +202,7 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """Yields None if no adapters are served. `data_dir` keeps them across starts. Raises ConfigError."""
+    """None if no adapters are served. `data_dir` keeps them across starts. Raises ConfigError."""
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:
         yield None

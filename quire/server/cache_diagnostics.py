@@ -1,6 +1,5 @@
-"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's prompt.
-
-They compare requests and ignore what the prefix cache holds. quire/engine/prefix_misses explains actual cache misses.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's, whatever the cache
+holds. quire/engine/prefix_misses explains actual misses.
 """
 
 from __future__ import annotations
@@ -21,39 +20,33 @@ BLOCK_TOKENS = 16
 """The prefix cache's block size."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
-"""Some 70 prompts of 100,000 tokens."""
 MAX_TOTAL_BYTES = 32 << 20
-"""For all owners together."""
 _OVERHEAD_BYTES = 700
-"""Memory of a fingerprint and its id, beyond the digests."""
 SETTINGS = "settings"
-"""Key of the fingerprint part for which neither vendor has a reason."""
+"""The part for which neither vendor has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
 class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
-    """unavailable: there was no comparison, or no vendor's reason fits the change."""
+    """unavailable: not compared, or no vendor's reason fits."""
     changed: str = ""
-    """Key of the first fingerprint part that changed, or messages."""
     missed_tokens: int = 0
-    """Tokens of the shorter prompt after the common prefix, in full blocks."""
     reusable_tokens: int = 0
-    """Tokens of the earlier prompt, in full blocks."""
 
 
 class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of a prompt and of the request's parts that it was rendered from. Contains no texts."""
+    """Digests of a prompt and of the request's parts that it was rendered from."""
 
     parts: dict[str, bytes]
-    """All parts except messages, in the order in which changes are reported."""
+    """Parts except messages, in the order in which changes are reported."""
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
-    """DIGEST_BYTES per BLOCK_TOKENS tokens; without the tokens after the last full block, which are never cached."""
+    """DIGEST_BYTES per BLOCK_TOKENS tokens. Only full blocks count, because others are never cached."""
 
     def with_model(self, *identity: str) -> PromptFingerprint:
-        """`identity`: prompts with another one share no blocks with this one."""
+        """Prompts share blocks only with equal `identity`."""
         return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
 
     @property
@@ -65,7 +58,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
 
     def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
-        """Both must have a model. A changed part does not count if all full blocks are equal."""
+        """Both fingerprints must have a model. Changed parts do not count if all full blocks are equal."""
         num_common = 0
         if self.parts["model"] == earlier.parts["model"]:
             num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
@@ -78,8 +71,8 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """ "" if messages were only appended. Blocks may differ even then: a chat template may render earlier messages
-        differently.
+        """Empty if messages were only appended. Blocks may differ even then, because templates may render earlier
+        messages differently.
         """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
         return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
@@ -88,7 +81,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
 def make_fingerprint(
     parts: Mapping[str, object], messages: Sequence[object], prompt_ids: Sequence[int], spans: Sequence[MediaSpan]
 ) -> PromptFingerprint:
-    """`parts` and `messages`: JSON values; the order of keys counts, because templates render it."""
+    """`parts` and `messages` are JSON values. The order of keys counts, because templates render it."""
     tokens = encode_prompt_tokens(prompt_ids, spans)
     size = BLOCK_TOKENS * TOKEN_BYTES
     return PromptFingerprint(
@@ -107,14 +100,14 @@ def _digest(content: bytes) -> bytes:
 
 
 class RecentPrompts:
-    """Fingerprints of recent answers' prompts, by owner. An owner above its limit loses its oldest prompts. Above the
-    total limit, the largest owner does.
+    """Prompts of recent answers, by owner. An owner above its limit loses its oldest prompts; above the total limit,
+    the largest owner does.
     """
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
         self._prompts_by_owner: dict[str, OrderedDict[tuple[bytes, str], PromptFingerprint]] = {}
-        """Keyed by cache salt, which may be long, as a digest, and answer id; the latest comes last."""
+        """Keyed by owner, then by digest of the cache salt, which may be long, and answer id. The latest comes last."""
         self._sizes = BytesByOwner()
 
     @property

@@ -17,7 +17,6 @@ from quire.engine.unsupported_options import redundant_vllm_value_reason
 
 _JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
 ToolStrictLevel = Literal["auto", "function", "parameter"]
-"""vLLM's."""
 ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
@@ -247,7 +246,7 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Default: the hub id; the folder's name, or config.json's if that says nothing; or the GGUF file's stem."""
+        """Default: the hub id; the folder's name, or config.json's if that says nothing; the GGUF file's stem."""
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:

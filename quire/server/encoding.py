@@ -10,15 +10,13 @@ import msgspec
 from quire.engine.processes.utility_calls import method_call_codec as method_call_codec
 
 encode_json = msgspec.json.Encoder().encode
-"""Compact UTF-8. Raises UnicodeEncodeError for half a surrogate pair."""
+"""Raises UnicodeEncodeError for half a surrogate pair."""
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-"""Ends OpenAI's streams."""
 
 
 PING_EVENT = b": ping\n\n"
-"""Keeps a silent stream alive; clients skip it."""
 
 
 def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> bytes:
@@ -26,7 +24,7 @@ def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> 
 
 
 def encode_with_raw_fields(fields: Mapping[str, object], **raw_fields: bytes) -> bytes:
-    """A JSON object of `fields` (at least one) and `raw_fields`, which are already JSON."""
+    """Encodes `fields` (at least one) and `raw_fields`, which are already JSON, as one object."""
     more = [b',"%b":%b' % (name.encode(), value) for name, value in raw_fields.items()]
     return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
 
@@ -36,12 +34,11 @@ def join_json_array(encoded: Iterable[bytes]) -> bytes:
 
 
 def encode_ascii_json(value: object) -> bytes:
-    """For half surrogate pairs, which clients may send and UTF-8 cannot encode."""
+    """Also encodes half surrogate pairs, which clients may send and UTF-8 cannot encode."""
     return json.dumps(value).encode()
 
 
 def escape_log_text(text: str) -> str:
-    """Percent-encodes characters that break lines or move the cursor."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)
 
 
@@ -49,7 +46,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
-    """Serves other processes' calls of `method`. An empty body means no arguments; a result of None stays None."""
+    """Serves other processes' calls of `method`. An empty body means no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
         arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None

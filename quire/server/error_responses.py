@@ -52,7 +52,7 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By HTTP status. Others: invalid_request_error below 500, api_error from 500."""
+"""Types by HTTP status. Others: invalid_request_error below 500, api_error from 500."""
 LLAMA_CPP_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +60,7 @@ LLAMA_CPP_ERROR_TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-"""By HTTP status. Others have OpenAI's."""
+"""Types by HTTP status. Others are OpenAI's."""
 SYSTEM_ONE_PATH = "/v1/systemone"
 COMPLETION_PATH = "/completion"
 INFILL_PATH = "/infill"
@@ -71,7 +71,6 @@ UNEXPECTED_MESSAGE = "The server had an error while processing your request. The
 
 
 _TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
-"""Matches ContextLengthExceeded's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,6 @@ class ErrorInfo:
     status: int
     message: str
     error_type: str
-    """OpenAI's error type."""
     param: str | None = None
     code: str | None = None
 
@@ -99,14 +97,14 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """Sets FastAPI's `detail`: the body's fault, or another error's type."""
+        """Sets FastAPI's `detail` to what is wrong with the body, or to another error's type."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
         return encode_ascii_json({"detail": {"error_type": self._anthropic_type, "message": self.message}})
 
     def encode_anthropic(self) -> bytes:
-        """The message names the parameter: there is no field for it."""
+        """The message names the parameter, for which there is no field."""
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
             token_counts = _TOKEN_COUNTS.search(message)
@@ -138,7 +136,7 @@ ERROR_ENCODERS = (
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
     (re.compile(f"{COMPLETION_PATH}|{INFILL_PATH}|{SLOTS_PATH}"), ErrorInfo.encode_llama_cpp),
 )
-"""By path pattern; other paths use OpenAI's form."""
+"""Encoders by path pattern; other paths use OpenAI's form."""
 
 
 def error_info(error: Exception) -> ErrorInfo:

@@ -22,7 +22,7 @@ class StoreUnreachable(sqlite3.OperationalError):
 
 
 class PeerLink(Protocol):
-    """To the data's owner and its peers: a SharedClient, or deploy/ray's link."""
+    """Leads to the data's owner and its peers: a SharedClient, or deploy/ray's link."""
 
     answering: Answering
 
@@ -35,8 +35,6 @@ class PeerLink(Protocol):
 
 
 class Peers:
-    """For the event loop only."""
-
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
         """`link` None: no other processes. `calls` None: nothing is stored."""
         self._link = link
@@ -51,14 +49,12 @@ class Peers:
         return self._link is None
 
     async def find_answering_process(self, owner: str, id: str) -> str | None:
-        """None if no other process answers it."""
         if self._link is None or self._calls is None:
             return None
         process = await asyncio.to_thread(self._calls.answering_process, owner, id)
         return None if process == self.process_name else process
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
-        """None if the process has no answer or has ended."""
         assert self._link is not None, "no other server answers"
         answers = await self._link.ask(topic, body, to=process)
         return answers[0] if answers else None
@@ -74,7 +70,7 @@ RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop]
 def make_blocking_data_dir_call(
     link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
 ) -> Callable[[bytes], bytes]:
-    """The result is for threads, and raises StoreUnreachable. `from_thread` runs a coroutine on the event loop."""
+    """Threads call the result, which raises StoreUnreachable. `from_thread` runs a coroutine on the event loop."""
     loop = asyncio.get_running_loop()
 
     async def ask_hub(body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Receipts, on request and, with --receipt-log, for every answer."""
+"""Logs receipts on request and, with --receipt-log, of every answer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 _MAX_PENDING_BYTES = 64 << 20
-"""Bound on unwritten receipts. If the disk is too slow, more are dropped and counted."""
+"""Bounds unwritten receipts. If the disk is too slow, more are dropped and counted."""
 
 
 class ReceiptLog:
     """Several processes may append. Above `max_bytes` it is renamed to `.1`, replacing the last one."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises ConfigError if the file cannot be written."""
         self._path = path
         self._max_bytes = max_bytes
         self._queued_lines: list[bytes] = []
@@ -38,7 +37,6 @@ class ReceiptLog:
             raise ConfigError(f"receipt_log: {path}: {error.strerror}", param="receipt_log") from None
 
     def queue_line(self, line: bytes) -> bool:
-        """False if there is no room."""
         if self._pending_bytes + len(line) > _MAX_PENDING_BYTES:
             return False
         self._queued_lines.append(line)
@@ -91,12 +89,11 @@ class ReceiptWriter:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def encode_answer_receipt(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> bytes:
-        """Returns JSON."""
         self._metrics.receipt_counters["answer"].inc()
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Failed answers are logged too; repeated ones were logged before."""
+        """Also logs failed answers, but not repeated ones, which were logged before."""
         if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

@@ -29,21 +29,21 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
 """Used unless the request or generation_config.json sets them."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""Most names that an error lists, and that are compared with the requested one."""
+"""How many names an error lists, and how many it compares with the requested one."""
 
 
 @dataclass(frozen=True)
 class ServedModelSpec:
-    """Sent to other processes, which build the rest of a ServedModel."""
+    """Sent to other processes, which build the rest."""
 
     config: ServerConfig
     tokenizer: Tokenizer
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """From generation_config.json, or settings in its place. `max_tokens` bounds the output."""
+    """Values of generation_config.json or of settings in its place. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Tokens of prompt and answer. Known, like `tasks`, once the engine runs."""
+    """Tokens of prompt and answer. Like `tasks`, known once the engine runs."""
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
@@ -74,20 +74,17 @@ class ServedModelSpec:
 @dataclass(frozen=True, kw_only=True)
 class ServedModel(ServedModelSpec):
     names: tuple[str, ...]
-    """At least one; the first is the model's own."""
     chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
-    """Hosts for image URLs."""
     fetched_images: Mapping[str, bytes] = field(default_factory=dict)
-    """The current request's images, by URL."""
     adapters: Collection[str] = ()
-    """LoRA adapters' names, a live view."""
+    """A live view of LoRA adapters' names."""
     created: int = 0
     """Unix seconds."""
     fingerprint: str = ""
-    """Answers with the same fingerprint and seed have the same tokens."""
+    """Equal fingerprints and seeds give equal tokens."""
     expendable: bool = False
-    """This process may be killed, so it may take work that never ends."""
+    """This process may be killed, so it can do work that never ends."""
 
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
         """The engine may be unable to read images."""
@@ -121,7 +118,7 @@ class ServedModel(ServedModelSpec):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Images get their own vectors, and are not combined with text."""
+        """Images get their own vectors, apart from text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     @property
@@ -129,7 +126,7 @@ class ServedModel(ServedModelSpec):
         return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
-        """None, or "" as llama.vim sends it: the first name. Raises ModelNotFound."""
+        """None and llama.vim's "" mean the first name. Raises ModelNotFound."""
         if not requested_name:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:
@@ -137,7 +134,6 @@ class ServedModel(ServedModelSpec):
         return requested_name
 
     def check_task(self, task: Task) -> None:
-        """Raises InvalidRequest."""
         if task not in self.tasks:
             task_outputs = " and ".join(TASK_OUTPUTS[each] for each in self.tasks)
             hint = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""

@@ -12,7 +12,7 @@ class BytesByOwner:
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Earlier sizes of owners changed by the transaction; None outside one."""
+        """Earlier sizes of owners that the transaction changed; None outside one."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -24,18 +24,17 @@ class BytesByOwner:
         return self._total
 
     def largest_owner(self) -> str:
-        """Raises IndexError if no owner has bytes."""
         return self._sorted[-1][1]
 
     def add_bytes(self, owner: str, num_bytes: int) -> None:
-        """`num_bytes` may be negative. Owners without bytes are forgotten."""
+        """Owners whose bytes fall to 0 are forgotten."""
         size = self[owner]
         if self._sizes_before is not None:
             self._sizes_before.setdefault(owner, size)
         self._set_size(owner, size + num_bytes)
 
     def begin_transaction(self) -> None:
-        """Until `commit`, `revert` restores the present sizes."""
+        """`revert` restores the present sizes, until `commit`."""
         self._sizes_before = {}
 
     def commit(self) -> None:
@@ -66,7 +65,6 @@ class SharedCapacity:
 
     @property
     def total_used(self) -> int:
-        """Bytes."""
         return self._usage.total_bytes()
 
     def has_room(self, owner: str, amount: int) -> bool:
@@ -81,5 +79,4 @@ class SharedCapacity:
         return self._usage[owner]
 
     def adjust_held_amount(self, owner: str, amount: int) -> None:
-        """`amount` may be negative."""
         self._usage.add_bytes(owner, amount)

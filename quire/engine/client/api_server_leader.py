@@ -1,5 +1,5 @@
-"""Lets several API processes share one engine: the leader has the engine's client, each of the others a SharedClient.
-The leader keeps no text and no history, only which API process has which open request.
+"""Shares one engine among several API processes. The leader owns the engine's client; the others have a SharedClient.
+The leader knows whose each open request is, but keeps no text.
 """
 
 from __future__ import annotations
@@ -51,42 +51,35 @@ log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
-"""Time limit if all API processes are asked."""
 _LONG_ANSWER_SECONDS = 10.0
-"""Time limit if only one API process can answer."""
 _REMEMBER_SECONDS = 5.0
-"""Interval at which API processes are asked for the counts that would be lost with them."""
+"""How often API processes are asked for the counts that their end would lose."""
 
 
 class ApiServerLeader:
-    """All methods must be called from the client's event loop."""
+    """Call all methods from the client's event loop."""
 
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
-        """address: in ZeroMQ's form. tell_seconds: an unchanged state is sent again after this time, as the leader's
-        heartbeat.
-        """
+        """`tell_seconds`: longest time between states, which are also heartbeats."""
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
-        client.recorder = self  # API processes keep history and turns
+        client.recorder = self
         client.turns = None
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """Keyed by the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
-        """Last answer to LASTING, keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
-        """Set when an API process has started or has failed to, then replaced by another event."""
+        """Set, then replaced, when an API process has started or failed to."""
 
     def listen(self) -> None:
-        """Begin to receive. Raises EngineError if the socket cannot be created."""
         self._wire.bind(self._address)
         self._tasks.begin(self._receive())
         self._tasks.begin(self._tick())
@@ -107,7 +100,6 @@ class ApiServerLeader:
         return channel
 
     def remove(self, identity: bytes) -> int:
-        """Abort the requests of an API process that has ended, and return their number."""
         channel = self._channels.pop(identity)
         channel.calls.end(EngineError("the API process has ended"))
         return self.client.drop(lambda reader: isinstance(reader, RelayReader) and reader.channel is channel)
@@ -130,7 +122,7 @@ class ApiServerLeader:
         while True:
             identity, message = await self._wire.receive()
             channel = self._channels.get(identity)
-            if channel is not None:  # else the process has ended
+            if channel is not None:
                 channel.silence = 0.0
                 self._take(identity, channel, decode_to_leader(message))
 
@@ -151,7 +143,6 @@ class ApiServerLeader:
                 pass
 
     def welcome(self, identity: bytes, channel: ApiProcessChannel) -> None:
-        """If the engine is ready, tell this API process so."""
         if self._info is not None:
             channel.welcomed = True
             about = self._info, self._now(), self._lasting.get(channel.number)
@@ -172,7 +163,7 @@ class ApiServerLeader:
     # RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
-        """Nothing to do: the API process records it."""
+        """The API process records it."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self.client.engine_core.weights_version, True
@@ -196,7 +187,7 @@ class ApiServerLeader:
             asyncio.get_running_loop().call_soon(self._tell_state)
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """Nothing to do: the API process records it."""
+        """The API process records it."""
 
     def _tell(self, message: FromLeader) -> None:
         stats = self._stats()
@@ -216,22 +207,19 @@ class ApiServerLeader:
         channel.send(result, self._stats())
 
     async def change_weights(self, change: Coroutine[Any, Any, object]) -> str:
-        """Await a change by `weights`, tell all API processes, and return the version."""
         fault: QuireError | None = None
         try:
             await change
         except QuireError as error:
             fault = error
         self._tell_state()
-        # Messages to an API process keep their order. Once all have answered, all know of the change, as the caller may
-        # assume.
+        # Messages keep their order, so a process that answers knows of the change.
         await self._answers("", b"", self._others())
         if fault is not None:
             raise fault
         return self.client.engine_core.weights_version
 
     async def ask(self, identity: bytes, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        """See LeaderMethods.ask. `identity`: the API process that asks."""
         if to == LEADER:
             own_answer = await self.answering.answer(topic, body)
             bodies = [] if own_answer is None else [own_answer]
@@ -246,7 +234,6 @@ class ApiServerLeader:
         return bodies
 
     def _others(self, but: bytes | None = None) -> list[tuple[bytes, ApiProcessChannel]]:
-        """All welcomed API processes, except `but`."""
         return [(who, each) for who, each in self._channels.items() if who != but and each.welcomed]
 
     async def _answers(

@@ -1,7 +1,5 @@
-"""Holds the open requests of a process: who submitted each, its outputs so far, and its reader.
-
-When an engine core ends, EngineClient submits the open requests with their tokens to the next. A token depends only on
-its own request, so streams continue unchanged.
+"""Holds a process's open requests, their outputs so far, and their readers. When an engine core ends, the next one gets
+the open requests with their tokens. A token depends only on its own request, so streams continue unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ log = logging.getLogger("quire.client")
 
 
 Journal = Callable[[Sequence[int]], None]
-"""Stores tokens before readers get them. Takes three numbers per token: the request's number in the journal, the
-token's index in the answer, and its id.
+"""Stores tokens before readers get them. A token has three numbers: the request's in the journal, the token's index in
+the answer, and its id.
 """
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An API call that submits requests one after another, so it may have no open request."""
+    """A call submits requests one after another, so it may have no open request."""
 
     id: str
     tenant: str
@@ -47,51 +45,45 @@ class _Entry:
     request: EngineCoreRequest
     reader: Reader
     emitted: list[int]
-    """Tokens handed out since the submission."""
     number: int = 0
     """Number in the journal; 0: not journaled."""
     cached_tokens: int | None = None
-    """Cached prompt tokens on the first engine that computed the request; None before the first output. Clients get
-    this number even if a replay finds another.
+    """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
+    finds another.
     """
 
 
 class EngineClient:
-    """All methods must be called from the same event loop."""
+    """Call all methods from the same event loop."""
 
     def __init__(self, engine_core: EngineCoreClient) -> None:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Answers given up because their tokens were not read."""
         self.refusing = False
-        """Refuse new requests while the engine sleeps."""
         self.failure: QuireError | None = None
-        """Raised for new requests; None while they can be submitted."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         self.turns: LastSessionTurns | None = LastSessionTurns()
-        """Last turns of named conversations; None if another process keeps them."""
+        """None if another process keeps them."""
         self._misses = None if engine_core.explains_prefixes else PrefixMissTracker(len(engine_core.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
-        """Open requests of other API processes that share the engine, by tenant."""
+        """Other API processes' open requests, by tenant."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
-        """Called at the end of this turn of the event loop."""
+        """Called at the end of the event loop's turn."""
         self._held: dict[str, EngineCoreRequest] | None = None
-        """Requests withheld from the engine between `hold` and `release`; None otherwise."""
+        """Requests kept from the engine between `hold` and `release`."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._journal: Journal = _nowhere
         self._rows: list[int] = []
-        """Tokens for the journal: see Journal."""
 
     @property
     def alive(self) -> bool:
-        """False once the engine has ended for good."""
         return self.failure is None
 
     @property
@@ -104,29 +96,25 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Counts all API processes."""
         return len(self._open) + self._elsewhere.total()
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of open requests without output."""
         return self._queued_tokens + self._queued_elsewhere
 
     @property
     def open_by_tenant(self) -> Mapping[str, int]:
-        """In this process."""
         return self._open_by_tenant
 
     @property
     def open_everywhere(self) -> Mapping[str, int]:
-        """In all API processes."""
         return self._open_by_tenant + self._elsewhere if self._elsewhere else self._open_by_tenant
 
     def num_open_of(self, tenant: str) -> int:
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
     def adapters(self, *, queued: bool) -> list[Adapter]:
-        """Adapters of open requests: those without output if `queued`, else those with output."""
+        """`queued` True counts requests without output, False those with output."""
         return [
             each.request.adapter
             for each in self._open.values()
@@ -138,10 +126,9 @@ class EngineClient:
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submit requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
-        once. `emitted`: one list per request, holding its emitted_ids; new tokens are appended to it.
-
-        Raises EngineError if the engine has ended for good.
+        """Submits requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
+        once. `emitted`: each request's emitted_ids; new tokens are appended. Raises EngineError if the engine has ended
+        for good.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -170,20 +157,17 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, journal: Journal) -> None:
-        """Give the journal all tokens of an open request, except those of its last output. All requests share one
-        journal.
-        """
+        """Gives the journal an open request's tokens, except its last output's. All requests share one journal."""
         if (entry := self._open.get(request_id)) is not None:
             entry.number, self._journal = number, journal
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End a request that its reader gave up."""
         if self._close(request_id):
             self.recorder.end_request(request_id, reason)
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
-        """Let `cancel` find this call until `end_call`, even while it has no open request."""
+        """`cancel` finds this call until `end_call`, even while it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -192,7 +176,7 @@ class EngineClient:
         self._calls.discard(call)
 
     def age(self, request_id: str) -> float:
-        """Seconds since the request was submitted; 0 if it is not open."""
+        """Seconds since the submission; 0 if the request is not open."""
         entry = self._open.get(request_id)
         return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
@@ -203,7 +187,7 @@ class EngineClient:
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """See EngineCoreClient.snapshot. Concurrent callers share one snapshot."""
+        """Concurrent callers share one snapshot. See EngineCoreClient.snapshot."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
@@ -211,11 +195,9 @@ class EngineClient:
     # For others
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """End a request, or all requests of a call, on behalf of someone other than the reader. The readers get
-        finish_reason "abort".
-
-        request_id: id of a request or of a call. tenant: end only this tenant's requests; None: anyone's. Returns how
-        many requests ended, or the number of matching calls if none had an open request.
+        """Ends a request, or all requests of a call, for someone other than the reader, who gets finish_reason "abort".
+        `tenant` None: anyone's. Returns how many requests ended, or the number of matching calls without an open
+        request.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -229,21 +211,19 @@ class EngineClient:
         return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
-        """Readers get finish_reason "abort"."""
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
-        """Abort all open requests. Their readers get `error` after the pending outputs."""
+        """Readers get pending outputs, then `error`."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """Like `end_all`, before the engine stops: later requests raise `error` too."""
+        """Does what `end_all` does, before the engine stops. Later requests raise `error`."""
         self.end_all(error)
         self.failure = self.failure or error
 
     def drop(self, reader_is: Callable[[Reader], bool]) -> int:
-        """Returns how many requests were aborted."""
         request_ids = [each for each, entry in self._open.items() if reader_is(entry.reader)]
         for request_id in request_ids:
             self.abort(request_id)
@@ -259,7 +239,6 @@ class EngineClient:
 
     @property
     def has_unheld(self) -> bool:
-        """True if the engine has open requests."""
         return len(self._open) > len(self._held or ())
 
     # RequestOwner
@@ -316,7 +295,7 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """Run this turn's callbacks. One loop callback serves all streams, which costs less than one each."""
+        """One loop callback for all streams costs less than one for each."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
@@ -325,7 +304,7 @@ class EngineClient:
                 log.exception("a stream failed")  # go on with the other streams
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
-        """ids: requests of that engine; None: all."""
+        """`ids`: the requests that the engine had; None: all."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
             self._misses.record_engine_loss(engine, ids)
@@ -335,7 +314,7 @@ class EngineClient:
         """Nothing to do: a single engine's client holds the requests that the engine cannot take yet."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
-        """End the call of an open request. Its reader gets `error` after the pending outputs."""
+        """The request's reader gets pending outputs, then `error`."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
@@ -351,7 +330,7 @@ class EngineClient:
                 reader.fail(error)
 
     def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
-        """`open_by_tenant` counts all API processes, this one too. Messages in flight make it briefly inexact."""
+        """`open_by_tenant` counts all API processes, and lags by messages in flight."""
         self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
         self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
 
@@ -370,7 +349,6 @@ class EngineClient:
             self.engine_core.abort(request_id)
 
     def _close(self, request_id: str) -> bool:
-        """Returns False if the request was not open."""
         entry = self._open.pop(request_id, None)
         if entry is None:
             return False

@@ -1,5 +1,5 @@
-"""The interface between EngineClient and an engine core: in this process (engine/offline/in_process_client.py), in one
-or several others, or reached through the leader.
+"""The interface to an engine core: in this process (engine/offline/in_process_client.py), in one or several others, or
+behind the leader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owns the requests that a client passes on. `engine`: see EngineCoreClient.number."""
+    """Owner of the requests that a client passes on. `engine`: see EngineCoreClient.number."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """Return an open request with the tokens it already has."""
@@ -47,39 +47,33 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreClient(ABC):
-    """All methods must be called from the same event loop."""
+    """Call all methods from the same event loop."""
 
     owner: RequestOwner
-    """Set by the owner itself."""
     number = 0
-    """Index among the engines of one model."""
     explains_prefixes = False
-    """Outputs already have a PrefixMissReport."""
+    """True if outputs have a PrefixMissReport."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.deaths = 0
-        """Engine processes that ended unexpectedly."""
         self.replays = 0
-        """Requests submitted again after an engine ended, counted once per replay."""
+        """Each replay of a request counts."""
         self.quarantined = 0
-        """Requests given up because they ended every engine that computed them."""
+        """Requests refused because they ended every engine that computed them."""
         self.weights_version = "1"
-        """Version that computes the next token."""
         self.weights_paths: dict[str, str | None] = {}
-        """Source of each version except the first; None: tensors."""
+        """Source of each version but the first; None: tensors."""
         self.asleep = False
         """Weights and KV cache are released, and requests wait."""
         self.failure: EngineError | None = None
-        """Why the engine has ended for good."""
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
-        """The embedding program's callbacks for `failure`."""
 
     def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
         """Begin to start the engine. Raises EngineError if the system can start no process."""
 
     def die(self, message: str) -> None:
-        """Set `failure`. Only the first call counts."""
+        """Only the first call counts."""
         if self.failure is None:
             self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
@@ -137,17 +131,15 @@ class EngineCoreClient(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first engine; None without processes."""
         return None
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """Indexed by number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 
 class ExclusiveClient(EngineCoreClient):
-    """The only client of its engine. Weights uses it to change the weights."""
+    """Its engine has no other client. Weights uses it to change the weights."""
 
     @abstractmethod
     async def rest(self, level: int) -> None:

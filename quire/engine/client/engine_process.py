@@ -31,19 +31,16 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResu
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20
-"""Lines kept to show if the engine fails."""
 _REBUILDS = frozenset(
     each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
 )
-"""Calls that may keep an engine's threads from running."""
+"""These may keep an engine's threads from running."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
-"""Time for the process to end by itself."""
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
-"""Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
-"""After this long without heartbeat or progress, the engine's threads are inspected too: see RunnableClock."""
+"""After this time without heartbeat or progress, RunnableClock inspects the engine's threads."""
 
 
 class KilledDuringStart(EngineError):
@@ -51,11 +48,9 @@ class KilledDuringStart(EngineError):
 
 
 class EngineProcess:
-    """The constructor starts the process. Call `connect()` before sending or receiving.
-
-    The process's standard error is copied to ours, and its last lines are kept. `on_begun` gets ids of requests that
-    the engine is about to compute for the first time. Raises OSError if no process can be started, EngineError if there
-    is no place for its socket.
+    """Starts the process; call `connect()` before sending or receiving. Standard error is copied to ours, and its last
+    lines are kept. `on_begun` gets ids of requests that the engine computes for the first time. Raises OSError if no
+    process can be started, EngineError if there is no place for its socket.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -63,7 +58,6 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None], environment: Mapping[str, str]
     ) -> None:
-        """environment: added to ours."""
         self._config = config
         self._on_begun = on_begun
         self._folder = SocketFolder()
@@ -73,10 +67,10 @@ class EngineProcess:
         self._ready = False
         """False while the process builds an engine, which may keep its threads from running."""
         self._rebuild: int | None = START
-        """Id of the last call that rebuilds the engine."""
+        """The last call that rebuilds the engine."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
-        """Why we killed the engine, if we did."""
+        """Set if this process killed the engine."""
         self._fault_signal_sender: int | None = None
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
@@ -104,9 +98,9 @@ class EngineProcess:
         self._last_heartbeat = clock.monotonic()
         self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
-        """`_clock` at the last heartbeat, and at the last one that reported progress."""
+        """Values of `_clock` at the last heartbeat, and at the last with progress."""
         self._stuck_ms = 0
-        """Milliseconds without progress in the current step, from the last heartbeat."""
+        """Milliseconds without progress in the current step, at the last heartbeat."""
 
     @property
     def pid(self) -> int:
@@ -114,12 +108,10 @@ class EngineProcess:
 
     @property
     def is_connected(self) -> bool:
-        """The process reads messages once it has started."""
         return self._wire is not None
 
     @property
     def silence(self) -> float:
-        """Seconds since the last heartbeat."""
         return clock.monotonic() - self._last_heartbeat
 
     @property
@@ -145,7 +137,7 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """`exited`: its `wait_for_exit`. If the process ends first, raises EngineError with its last lines, or
+        """`exited` is its `wait_for_exit`. If the process ends first, raises EngineError with its last lines, or
         KilledDuringStart if it was killed from outside.
         """
         received = asyncio.ensure_future(self.receive())
@@ -165,7 +157,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Kill the process when its heartbeats stop or a step makes no progress."""
+        """Kills the process if its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -174,7 +166,7 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    # If this process could not run, heartbeats wait in the pipe: read them first.
+                    # This process may have been stopped: read waiting heartbeats first.
                     self._read_heartbeats(closed)
                     self._kill_if_hung()
         finally:
@@ -186,29 +178,28 @@ class EngineProcess:
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     def end(self) -> None:
-        """Only asks; `wait_for_exit` reports the end."""
+        """Only asks the process to end; `wait_for_exit` reports the end."""
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Kill the process if it has not ended after `seconds`. `exited`: its `wait_for_exit`."""
+        """Kills the process after `seconds`. `exited`: its `wait_for_exit`."""
         await self._child.wait_for_exit(seconds)
         await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """End the process whatever it does: it holds nothing that must be saved."""
+        """Kills the process, which has nothing to save."""
         # During its imports the process may take seconds to notice.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
-        """The process must have ended. Deletes the socket's folder too."""
+        """The process must have ended. Also deletes the socket's folder."""
         if self._wire is not None:
             self._wire.close()
         os.close(self._heartbeats)
         self._folder.close()
 
     def _read_heartbeats(self, closed: asyncio.Event) -> None:
-        """Sets `closed` at end of file."""
         try:
             read = os.read(self._heartbeats, 65536)
         except BlockingIOError:
@@ -263,18 +254,18 @@ class EngineProcess:
 class Launcher:
     start: Callable[[EngineConfig, Callable[[Sequence[str]], None], Mapping[str, str]], EngineProcess] = EngineProcess
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
-    """Seconds to wait before a start, by the number of preceding failures in a row."""
+    """Seconds to wait before a start, by number of failures before it."""
 
 
 def engine_json(config: EngineConfig) -> str:
-    """Without the server's settings."""
+    """Leaves out the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """Processes started in this block inherit a mask that blocks FAULT_SIGNALS from the start. A signal from another
-    process then waits until the engine can report its sender.
+    """Processes started in this block inherit a mask of FAULT_SIGNALS. Another process's signal then waits until the
+    engine can report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -284,19 +275,18 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Adds settings that the engine's libraries read when loaded; the user's values win."""
-    # These make malloc keep the memory of a step's large tensors. Returning it to the system and getting it again costs
-    # 1 % of a prompt's time.
+    """Adds settings that libraries read when loaded; the user's values win."""
+    # With these, malloc keeps the memory of a step's large tensors, which saves 1 % of a prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
     # Otherwise PyTorch's idle OpenMP threads spin for milliseconds on the cores that our kernels need. Without our
-    # kernels PyTorch's threads do all the work, and are a third to a half slower when passive.
+    # kernels, PyTorch's threads do all the work, and passive ones are a third to a half slower.
     if any(_KERNELS.glob("*.so")):
         ours["OMP_WAIT_POLICY"] = "passive"
     return ours | os.environ
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Also for a starting engine. Without a process, delete the KV blocks on disk."""
+    """Without a process, deletes the KV blocks on disk."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

@@ -1,5 +1,5 @@
 """Messages between API processes, the leader and the engine process: msgpack over ZeroMQ on Unix sockets. Everything
-except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py) to the methods declared here.
+except requests, aborts and outputs is a utility call (engine/processes/utility_calls.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""Topic of questions about counts that outlive their API process: its last answer still counts after it has ended."""
+"""Topic of counts that outlive their API process."""
 LEADER = ""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     requests: list[EngineCoreRequest]
-    """Without their images."""
     images: list[Image] = []
 
 
@@ -33,12 +32,11 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Outputs of one step, or of adds and aborts."""
+    """Outputs of a step, or of adds and aborts."""
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None if the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -46,27 +44,21 @@ class SharedStep(msgspec.Struct, frozen=True, array_like=True):
 
     outputs: list[EngineCoreOutput]
     record: StepRecord | None
-    """Sent to all API processes, even those without a request in the step."""
+    """All API processes get it, also without a request in the step."""
     replica: int
     weights_version: str
     counts: bool
-    """True for the one API process that counts the step in its metrics."""
+    """Only one API process counts the step in its metrics."""
 
 
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The steps of one turn of the leader's event loop, in order."""
-
     steps: list[SharedStep]
     stats: list[EngineStats]
-    """Per engine, after its last step."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """The result of START and `load_weights`: a started or rebuilt engine without requests."""
-
     info: EngineInfo
     failure: str | None = None
-    """Why the engine kept the previous configuration."""
 
 
 class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -83,13 +75,10 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     quarantined: int
     failure: Fault | None
     open: dict[str, int]
-    """Open requests of all API processes, by tenant."""
     queued_tokens: int
 
 
 class EngineCoreMethods(ABC):
-    """Run between steps. `config`: an EngineConfig as JSON."""
-
     @abstractmethod
     def take_snapshot(self) -> EngineView: ...
 
@@ -186,14 +175,13 @@ decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """An image shared by several requests, such as the choices of a call, is sent once."""
+    """Sends an image only once, even if several requests share it."""
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())
 
 
 def attach_images(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
-    """Undo `detach_images`."""
     if not images:
         return requests
     known = {image.digest: image for image in images}

@@ -7,7 +7,7 @@ from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput
 
 Versions = list[tuple[str, int]]
-"""Each version that computed tokens of a request, with its number of tokens, in order."""
+"""(version, number of tokens) in order."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -19,7 +19,7 @@ def add_tokens(versions: Versions, version: str, count: int) -> None:
 
 
 class OutputSink(Protocol):
-    """Takes outputs in place of a waiting reader, which saves its wake-up."""
+    """It takes outputs in place of a waiting reader, and so saves waking it."""
 
     def can_take_outputs(self) -> bool:
         """False if the reader must get the next outputs."""
@@ -29,13 +29,12 @@ class OutputSink(Protocol):
 
 
 class OutputSource(ABC):
-    """The outputs of a group of requests, in order of arrival. Each iteration gives at most one output per request.
-    Iteration stops when all requests have ended, or raises the error that ended them. Call `close` to stop reading.
+    """Outputs of a group of requests, in order of arrival; at most one per request and iteration. Ends when all
+    requests have ended, or raises their error. Call `close` to stop reading.
     """
 
     @property
     def is_replaying(self) -> bool:
-        """True while the last outputs came from an earlier attempt."""
         return False
 
     @property
@@ -102,7 +101,7 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """The wrapper is the inner sink and passes outputs on by `take_outputs`."""
+        """This wrapper becomes the inner source's sink, and passes outputs on with `take_outputs`."""
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 

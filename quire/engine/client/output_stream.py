@@ -15,16 +15,13 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Unread tokens that a stream keeps, some 20 MB; each reported alternative to a token counts as another token."""
+"""Unread tokens that a stream keeps, about 20 MB. Each reported alternative counts as a token."""
 
 
 class Reader(Protocol):
-    """Takes the outputs of one call's requests."""
-
     ids: Sequence[str]
     tenant: str
     call: str
-    """Id of the API call, for `EngineClient.cancel`."""
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
@@ -37,16 +34,15 @@ class Reader(Protocol):
 
 
 class OutputStream(OutputSource):
-    """The engine's outputs for a group of requests (the n choices of one call).
-
-    Each iteration merges everything since the last one, so a slow reader gets fewer and larger outputs. Raises
-    EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG tokens wait to be read.
+    """Outputs of a call's n choices. Each iteration merges everything since the last one, so a slow reader gets fewer
+    and larger outputs. Raises EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG
+    tokens wait.
     """
 
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """abort: takes the id of a request that is no longer read, and a reason."""
+        """`abort` takes an unread request's id and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -54,18 +50,16 @@ class OutputStream(OutputSource):
         self._abort = abort
         self._open = set(ids)
         self._unread: dict[str, EngineCoreOutput] = {}
-        """Merged since the last iteration, by request."""
         self._backlog = 0
-        """Tokens and alternatives in `_unread`."""
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
-        """The next output resolves it. Cheaper than an asyncio.Event."""
+        """The next output resolves it. Cheaper than asyncio.Event."""
         self._due = False
-        """`_hand_on` will run at the end of this turn of the event loop."""
+        """`_hand_on` will run when the event loop's turn ends."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Called with each request's last output before the reader gets it. The bool is True if the reader will find
-        tokens with it.
+        """Called with a request's last output before the reader gets it, and with True if the reader will find tokens
+        with it.
         """
         self._weights_version = weights_version
         self._versions: dict[str, Versions] | None = None
@@ -88,7 +82,7 @@ class OutputStream(OutputSource):
         return self._versions
 
     async def __anext__(self) -> list[EngineCoreOutput]:
-        # An abort wakes the reader too, while other requests may still run.
+        # An abort also wakes the reader.
         while self._open and not self._unread and self._error is None:
             self._waiting_reader = asyncio.get_running_loop().create_future()
             try:
@@ -104,9 +98,7 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Add an output. A sink gets its outputs when the turn of the event loop ends, so those of several steps reach
-        it together.
-        """
+        """A sink gets its outputs when the event loop's turn ends, so those of several steps come together."""
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:
@@ -133,11 +125,10 @@ class OutputStream(OutputSource):
 
     @property
     def unread(self) -> Sequence[EngineCoreOutput]:
-        """One merged output per request."""
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
-        """The reader gets the error after the pending outputs."""
+        """The reader gets pending outputs before the error."""
         self._open.clear()
         self._error = error
         self._wake()
@@ -164,7 +155,7 @@ class OutputStream(OutputSource):
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Use the sink, or wake the reader if the sink cannot take the outputs."""
+        """Wakes the reader if the sink cannot take the outputs."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return
@@ -184,7 +175,6 @@ class OutputStream(OutputSource):
 
 
 def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
-    """Successive outputs of one request."""
     has_logprobs = first.logprobs is not None or second.logprobs is not None
     return msgspec.structs.replace(
         second,

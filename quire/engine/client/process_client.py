@@ -34,7 +34,6 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCall
 log = logging.getLogger("quire.supervisor")
 
 _END_SECONDS = 60.0
-"""Time for a failed process to end by itself."""
 
 
 class ProcessClient(ExclusiveClient):
@@ -48,7 +47,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """cores: bind the process to them; empty: any. environment: added to ours."""
+        """Empty `cores` means any. `environment` is added to this process's."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -59,21 +58,17 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats = EngineStats()
-        """Counters of earlier engine processes, summed."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
-        """Engine processes in a row that failed to start, or crashed without a request."""
+        """Processes in a row that failed to start, or crashed without a request."""
         self._fitted: dict[str, int] = {}
-        """Settings that the first engine fitted to the memory."""
+        """Settings that the first engine fitted to memory."""
         self._content = ""
-        """See EngineInfo.content."""
         self._change: Change | None = None
-        """The change under way; `ready` is False meanwhile."""
         self._wakes = asyncio.Event()
-        """Set when a change needs a process while the client sleeps without one."""
+        """Set if a change needs a process while the client sleeps without one."""
         self._ending = False
-        """The process was asked to end because the engine sleeps."""
         self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:
@@ -102,12 +97,11 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def changing(self) -> bool:
-        """True if the engine sleeps, or is about to sleep or to change its weights."""
+        """The engine sleeps, or is about to sleep or to change its weights."""
         return self.asleep or self._change is not None
 
     @property
     def free(self) -> bool:
-        """True if a new request is computed soon."""
         return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
@@ -126,7 +120,6 @@ class ProcessClient(ExclusiveClient):
             await self._exchange(call, self._config, self.weights_version, self._on_checked)
 
     async def shorten(self, max_model_len: int) -> None:
-        """Rebuilds the engine."""
         self._fitted["max_model_len"] = max_model_len
         await self.load(None, self.weights_version)
 
@@ -142,7 +135,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Wait for a change in the engine. Raises the change's error."""
+        """Waits for a change in the engine. Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -196,8 +189,8 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Give away the requests that the engine does not have. Suspects stay until a new engine has cleared them, to
-        end no other engine.
+        """Gives away the requests that the engine does not have. Suspects stay until a new engine has cleared them, so
+        that they end no other engine.
         """
         return self._replay.take_unsuspected()
 
@@ -247,7 +240,7 @@ class ProcessClient(ExclusiveClient):
 
     async def _start_engine(self, tries: int) -> EngineInfo:
         """Raises the last error after `tries` failures in a row: ConfigError for a refused configuration, EngineError
-        with the last lines of standard error. Starts that were killed from outside do not count.
+        with the last lines of standard error. Starts killed from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -277,7 +270,6 @@ class ProcessClient(ExclusiveClient):
         return messages.decode_started(message.value).info
 
     async def _discard_process(self) -> None:
-        """Waits until the process has ended."""
         process, self._process = self._process, None
         if process is not None:
             assert self._exit is not None
@@ -285,7 +277,7 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """If supervising fails, end all streams with an error, so none waits forever."""
+        """A failure ends all streams with an error, so that none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
@@ -297,7 +289,7 @@ class ProcessClient(ExclusiveClient):
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Raises an error when too many engine processes fail in a row."""
+        """Raises an error if too many processes in a row fail."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -426,7 +418,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """Another engine must compute this one's requests. external: no request can be the cause."""
+        """`external`: no request can be the cause."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)

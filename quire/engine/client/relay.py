@@ -1,5 +1,5 @@
-"""The leader's view of one API process. Outputs for all its requests go in one message, because a message costs as much
-as the tokens of some ten streams.
+"""The leader's view of one API process. One message carries all its outputs, because it costs as much as ten streams'
+tokens.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from quire.engine.processes.utility_calls import Fault, UtilityCalls, make_notif
 
 class ApiProcessChannel:
     def __init__(self, number: int, send: Callable[[FromLeader], None]) -> None:
-        """`number`: inherited by the process's replacement."""
+        """`number`: a replacement process inherits it."""
         self.number = number
         self.welcomed = False
-        """The process knows that the engine is ready."""
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
-        """Start-up text that the process sent once it was listening; None before that."""
+        """Startup text, sent once the process listens."""
         self.fault: Fault | None = None
-        """Why the process could not start."""
         self.silence = 0.0
-        """Seconds since the last message, not counting time in which the leader could not receive."""
+        """Seconds since the last message, excluding time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
-        """Outputs of the step being filled."""
         self._steps: list[SharedStep] = []
         self._write = send
 
     def begin(self, record: StepRecord | None, replica: int, version: str, *, counts: bool) -> None:
-        """The next outputs belong to this step."""
         if not self.welcomed:
             return
         self.outputs = []
@@ -46,21 +42,17 @@ class ApiProcessChannel:
             self._write(SharedSteps(steps, list(stats)))
 
     def send(self, message: FromLeader, stats: Sequence[EngineStats]) -> None:
-        """The gathered steps go first."""
         self.flush(stats)
         self._write(message)
 
 
 class RelayReader:
-    """Sends the outputs of one call to the API process that has its stream."""
-
     def __init__(
         self,
         requests: Sequence[EngineCoreRequest],
         channel: ApiProcessChannel,
         stats: Callable[[], Sequence[EngineStats]],
     ) -> None:
-        """stats: by engine."""
         self.ids: Sequence[str] = [request.id for request in requests]
         self.tenant = requests[0].tenant
         self.call = ""  # only the API process needs it

@@ -1,12 +1,10 @@
-"""Decides which open requests to submit to the engine, so that a request that crashes engines cannot do so forever.
+"""Decides which open requests to submit, so that a request that crashes engines cannot do so forever.
 
-When an engine process ends, its requests are replayed: submitted to the next engine. If the engine ended through its
-own fault, requests that had begun but made little progress are suspects. Suspects are isolated by bisection: they are
-replayed first and without other requests, one half, then half of that, and finally a single one. A group is cleared by
-getting some tokens or by ending. A request that repeatedly ends an engine it has to itself is given up. If the engine
-was ended from outside, no request becomes a suspect, and suspects stay suspects.
-
-No clock, no input and no output here.
+When an engine process ends, the next engine gets its requests: they are replayed. After the engine's own fault,
+requests that had begun but made little progress are suspects. They are isolated by bisection: first and alone, one half
+is replayed, then half of that, finally a single one. Some tokens, or an end, clear a group. A request that repeatedly
+ends an engine it has to itself is given up. An end from outside makes no suspects, and clears none. No clock and no
+I/O.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""A request with this many tokens from one engine is cleared: the first shows that its prompt is harmless, the others
-that decoding is.
+"""Tokens from one engine that clear a request: the first shows that its prompt is harmless, the others that decoding
+is.
 """
 MAX_LONE_CRASHES = 2
-"""A request is given up after it has ended this many engines it had to itself without being cleared in between."""
+"""A request is given up after ending this many engines that it had to itself."""
 
 
 class Replay:
@@ -27,15 +25,15 @@ class Replay:
         self._waiting: dict[str, None] = {}
         """Ordinary requests that the engine does not have, in order."""
         self._suspects: deque[list[str]] = deque()
-        """Groups of suspects that the engine does not have. Each group is replayed alone, before `_waiting`."""
+        """Groups that the engine does not have. Each runs alone, before `_waiting`."""
         self._submitted: dict[str, int] = {}
-        """Requests that the engine has, with the number of tokens it gave each, counted up to TOKENS_TO_CLEAR."""
+        """Requests that the engine has, with tokens received, up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
-        """Submitted requests that were in a step of this engine."""
+        """Requests that this engine has begun to compute."""
         self._isolated: set[str] = set()
-        """Uncleared suspects that the engine has; nothing else is submitted until this set is empty."""
+        """Uncleared suspects that the engine has; nothing else is submitted meanwhile."""
         self._lone_crashes: dict[str, int] = {}
-        """Consecutive engines that a request ended while it had them to itself, keyed by request."""
+        """Successive engines that a request ended while alone in them."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
@@ -48,7 +46,7 @@ class Replay:
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """The engine is about to compute these requests for the first time."""
+        """The engine is about to compute these for the first time."""
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
@@ -72,7 +70,6 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
@@ -89,14 +86,13 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """For another engine."""
+        """Takes the requests that another engine may get."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 
     def engine_exited(self, *, external: bool) -> list[str]:
-        """Queue everything the ended engine had for another submission.
-
-        external: the cause was outside the engine. Returns the requests to give up; call `end` for each of them.
+        """Queues everything the ended engine had. `external`: the cause was outside the engine. Returns the requests to
+        give up; call `end` for each.
         """
         if external:
             suspects = [request_id for request_id in self._submitted if request_id in self._isolated]
@@ -117,8 +113,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """Requests that may have ended the engine: all that had begun and were not cleared. If there are none, all
-        uncleared requests, because the engine may have ended while it accepted one of them.
+        """Returns all requests that had begun and were not cleared; if there are none, all uncleared ones, because the
+        engine may have ended while it accepted one.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

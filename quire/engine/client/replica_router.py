@@ -1,5 +1,5 @@
-"""Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-what it lately sent them. Prompts are hashed as in engine/core/block_pool.py. No clock, no input and no output here.
+"""Decides which replica computes a request. What replicas have cached is inferred from what was sent to them. Prompts
+are hashed as in engine/core/block_pool.py. No clock and no I/O.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
-"""Tokens per hash."""
 MOST_PIECES = 2**16
-"""Pieces remembered per replica: a million tokens, in some 10 MB."""
+"""Pieces remembered per replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
-"""A replica gets no request, however long its cached prefix, while it has this many more open ones than the least busy.
-"""
+"""A replica with this many more open requests than the least busy one gets none."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
-    """Hashes of a prompt's full pieces, each covering all tokens before its end. Prompts with different salts or
-    adapters share none.
-    """
+    """Each hash covers all tokens before its end, the salt and the adapter."""
     ids = request.prompt_ids
     parent, hashes = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
@@ -33,22 +29,20 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
 
 
 class Router:
-    """Must learn of each request's end, and of each replica that loses its cache."""
+    """Callers must report when requests end and replicas lose their cache."""
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
-        """Open requests by replica, numbered from 0."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """Per replica, the pieces it should have cached, the most recently used last. A piece is there only with all
-        pieces before it in its prompt.
+        """Pieces that each replica should have cached, the last used last. A piece is there only with all earlier ones
+        of its prompt.
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Choose one of these replicas for a request with this prefix, and count the request as open there.
-
-        A request in the batch costs about as much as computing a piece. So the longest cached prefix wins, unless its
-        replica's lead in open requests over the least loaded one exceeds its lead in cached pieces, or MOST_AHEAD.
+        """Counts the request as open at its replica. The longest cached prefix wins, unless its replica's excess of
+        open requests over the least loaded one exceeds its excess of cached pieces, or MOST_AHEAD: a request in the
+        batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))
@@ -64,11 +58,9 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
-        """The replica's cache is empty now. Its open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:
-        """Number of leading pieces that the replica should have."""
         sent, count = self._sent[replica], 0
         for piece in pieces:
             if piece not in sent:

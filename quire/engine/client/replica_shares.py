@@ -11,16 +11,15 @@ from quire.engine.processes.cpu_cores import allowed_cores, cpu_quota, node_core
 from quire.engine.processes.gpus import VisibleGPUs, describe_division, divide_gpus
 
 _THREADS = "OMP_NUM_THREADS"
-"""If set, this variable applies to each process."""
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """The cores of each replica's NUMA nodes, or empty sets on a machine with one node."""
+    """Each replica's NUMA nodes; empty sets on a machine with one node."""
     return node_cores(count, allowed_cores()) or [set()] * count
 
 
 def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list[Mapping[str, str]]:
-    """Variables that restrict each replica to its own GPUs. Raises ConfigError if there are too few."""
+    """Variables that restrict each replica to its GPUs. Raises ConfigError if there are too few."""
     if gpus is None:
         return [{}] * config.data_parallel_size
     parts = divide_gpus(gpus, config.data_parallel_size, config.world_size)
@@ -47,8 +46,8 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """Settings of one replica. Host bytes and threads in `config` are totals, divided evenly; each replica has its own
-    folder in --kv-offload-dir. `cores`: by replica. `root`: see cpu_quota.
+    """Divides `config`'s host memory and threads evenly. Each replica has its own folder in --kv-offload-dir. `root`:
+    see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":

@@ -1,8 +1,5 @@
-"""Several engines of one model, used through one client.
-
-Requests of an engine that ends continue on another. If no replica can compute now, because all sleep or are being
-replaced, they wait here. A replica that cannot be brought back is left out; when the last one is gone, the client
-fails.
+"""Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
+sleep or restart, requests wait. A replica that cannot restart is left out; the client fails with the last one.
 """
 
 from __future__ import annotations
@@ -30,16 +27,14 @@ _POLL_SECONDS = 0.05
 
 
 class ReplicatedClient(ExclusiveClient):
-    """Has --data-parallel-size engine processes."""
-
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """gpus: divided among the replicas; None: compute on the CPU. Raises ConfigError if there are too few."""
+        """`gpus` are divided among the replicas; None: the CPU. Raises ConfigError if there are too few."""
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
-        # A replica on a GPU may use any core: the cores near its GPU are not known here.
+        # Nothing tells which cores are near a GPU.
         cores = replica_cores(count) if gpus is None else [set[int]()] * count
         self._replicas = [
             ProcessClient(
@@ -57,9 +52,7 @@ class ReplicatedClient(ExclusiveClient):
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
-        """Replica of each open request, by request id."""
         self._unplaced: dict[str, None] = {}
-        """Open requests without a replica, in order."""
         self._started = False
 
     @property
@@ -86,7 +79,7 @@ class ReplicatedClient(ExclusiveClient):
         starts = [asyncio.create_task(each.start()) for each in self._replicas]
         try:
             infos = await asyncio.gather(*starts)
-            # Tokens must not depend on the replica: all get the shortest context.
+            # All get the shortest context, so that tokens do not depend on the replica.
             context = min(info.max_model_len for info in infos)
             longer = [each for each, info in zip(self._replicas, infos, strict=True) if info.max_model_len > context]
             await asyncio.gather(*(each.shorten(context) for each in longer))
@@ -115,7 +108,6 @@ class ReplicatedClient(ExclusiveClient):
         await self._change(lambda each: each.check(weights))
 
     async def _change(self, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Change all replicas; if none can make the change, raise the error of one of them."""
         living = [each for each in self._replicas if each.failure is None]
         if self.failure is not None:
             raise self.failure
@@ -130,9 +122,7 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeat a change that failed on this replica but not on the others, once it is back. A replica that refuses
-        the change is given up.
-        """
+        """Repeats a change that failed only here, once the replica is back, or gives the replica up."""
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:
@@ -201,14 +191,13 @@ class ReplicatedClient(ExclusiveClient):
             self._replicas[number].send(requests)
 
     def _forget_place(self, request_id: str) -> ProcessClient | None:
-        """Returns the request's replica."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             self._router.record_request_end(replica.number)
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Suspects stay."""
+        """Moves all requests but suspects."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -255,7 +244,6 @@ class ReplicatedClient(ExclusiveClient):
         self.owner.give_up(request_id, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """The replica will not come back; the others continue."""
         if self.failure is not None or not self._started:
             return
         if all(each.failure is not None for each in self._replicas):
@@ -269,7 +257,6 @@ class ReplicatedClient(ExclusiveClient):
 
 
 def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
-    """True if both surely have the same pieces, as requests of one call do."""
     return (one.prompt_ids, one.cache_salt, one.adapter, one.spans) == (
         other.prompt_ids,
         other.cache_salt,
@@ -283,7 +270,7 @@ def processes(
     launcher: Launcher | None = None,
     find_gpus: Callable[[str], VisibleGPUs | None] = find_gpus,
 ) -> EngineClient:
-    """`find_gpus` is called with the device. Raises ConfigError if replicas need more GPUs than there are."""
+    """Raises ConfigError if there are fewer GPUs than replicas need."""
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
     return EngineClient(ReplicatedClient(config, launcher, find_gpus(config.device)))

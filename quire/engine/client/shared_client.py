@@ -1,5 +1,5 @@
-"""An API process's client to a shared engine, through the leader (api_server_leader.py). Its view of the engine's state
-is up to 0.1 s old.
+"""An API process's client of an engine that it reaches through the leader (api_server_leader.py). Its view of the
+engine is up to 0.1 s old.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ from quire.engine.processes.wire import Wire
 
 log = logging.getLogger("quire.hub")
 _LINGER_MS = 1000
-"""Time for the last message of a process that ends."""
 
 
 class SharedClient(EngineCoreClient, ApiProcessMethods):
     owner: EngineClient
-    explains_prefixes = True  # done by the leader, which sees all requests
+    explains_prefixes = True
 
     def __init__(
         self,
@@ -68,22 +67,19 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """address: the leader's. identity: this process's name there. alive_seconds: interval of heartbeats to the
-        leader. silence_seconds: after the leader has been silent for this long, everything that waits for it is given
-        up.
+        """`address` is the leader's, `identity` this process's name. If the leader is silent for `silence_seconds`,
+        calls and waiting requests fail.
         """
         super().__init__()
         self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
         self.answering = Answering()
         self.on_version: list[Callable[[str], None]] = []
-        """Called with the new version."""
         self._last_version = self.weights_version
-        """Last passed to `on_version`."""
         self.inherited: bytes | None = None
-        """The last answer to LASTING (messages.py) of the process that this one replaces."""
+        """The predecessor's last answer to LASTING (messages.py)."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
-        """Called when a fault of ours keeps this process from following the leader."""
+        """Called when a bug keeps this process from following the leader."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
@@ -91,7 +87,6 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """Seconds since the leader's last message: see ApiProcessChannel.silence."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._handle_failure)
@@ -135,8 +130,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Return the answers of the other API processes, or of the named one (LEADER: the leader). Processes without an
-        answer in time are left out. Raises EngineError if the leader has none.
+        """Returns the answers of other API processes, or of the named one, without late ones. Raises EngineError if the
+        leader has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -144,7 +139,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """See Weights.sleep. The leader makes the changes of all API processes one after another."""
+        """See Weights.sleep. The leader runs all processes' changes in turn."""
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
@@ -277,7 +272,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """Refuses process groups: a group would have one member here, but any API process may get the calls for it."""
+    """A group would have one member, but any API process may get its calls."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest(

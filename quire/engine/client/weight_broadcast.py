@@ -1,5 +1,5 @@
-"""Weights broadcast in a torch.distributed group. worker/weight_receiver.py receives them in its own process, into
-files in memory, which weights.py serves like any others.
+"""Weights broadcast in a torch.distributed group. A separate process (worker/weight_receiver.py) writes them to files
+in memory, which weights.py loads.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""A receiver hangs if it takes this much longer than the group's own timeout."""
+"""A receiver that takes this much longer than the group's timeout counts as hanging."""
 _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
 class Group(NamedTuple):
-    """Where a group meets, and this server's rank. The sender is rank 0."""
+    """The sender is rank 0."""
 
     address: str
     port: int
     rank: int
     world_size: int
     backend: str
-    """gloo, or on NVIDIA GPUs nccl."""
+    """gloo, or nccl on NVIDIA GPUs."""
     timeout: float
-    """Seconds to wait for the others, at the start and in each broadcast."""
+    """Seconds to wait for other members at each step."""
 
 
 class Tensor(NamedTuple):
     name: str
     dtype: str
-    """float32, bfloat16 or float16."""
     shape: Sequence[int]
 
 
 class WeightsGroup:
-    """A server has one group at a time. All methods must be called from the client's event loop. Calls run one after
-    another, and each completes even if it is no longer awaited.
+    """Call all methods from the client's event loop. One group exists at a time. Calls run one by one, and complete
+    even if nobody awaits them.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -61,14 +60,13 @@ class WeightsGroup:
         self._group: Group | None = None
         self._turn = asyncio.Lock()
         self._root: Path | None = None
-        """Parent of all folders; the receiver removes it when this process is gone."""
+        """Parent of all folders. The receiver removes it when this process is gone."""
         self._folders = 0
         self._partial: Path | None = None
-        """Folder of the incomplete model."""
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leave the previous group and wait for all members. Raises InvalidRequest if they do not come."""
+        """Leaves the previous group and waits for all members. Raises InvalidRequest without them."""
 
         async def join_group() -> None:
             await self._forget()
@@ -82,7 +80,7 @@ class WeightsGroup:
         await to_its_end(self._turn, join_group())
 
     async def leave(self) -> None:
-        """Weights from the group stay in use; an incomplete model is dropped."""
+        """The group's weights stay in use; an incomplete model is dropped."""
 
         async def leave_group() -> None:
             if self._group is not None:
@@ -93,9 +91,7 @@ class WeightsGroup:
         await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Take part in one broadcast per tensor. If the group breaks, raises InvalidRequest and drops the group; the
-        old weights stay in use.
-        """
+        """Receives one broadcast per tensor. If the group breaks, raises InvalidRequest; the old weights stay."""
 
         async def receive_tensors() -> None:
             if self._group is None:
@@ -114,7 +110,7 @@ class WeightsGroup:
         await to_its_end(self._turn, receive_tensors())
 
     async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
-        """Use the weights received since the last call. Raises what Weights.update raises."""
+        """Loads the weights received since the last call. Raises as Weights.update does."""
 
         async def serve_weights() -> str:
             if self._partial is None:
@@ -135,13 +131,12 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """Call it after the client's end, because it deletes all files."""
+        """Deletes all files, so call it after the client's end."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)
 
     async def _forget(self) -> None:
-        """Drop the incomplete model."""
         if self._partial is not None:
             folder, self._partial = self._partial, None
             await _remove(folder)
@@ -156,7 +151,7 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Raises InvalidRequest with the process's error, EngineError if the process ends or hangs."""
+        """Raises InvalidRequest with the process's error, EngineError if it ends or hangs."""
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS

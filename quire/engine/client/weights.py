@@ -1,8 +1,6 @@
-"""Changes an engine's weights while requests are open: released, restored or replaced, one change at a time.
-
-Each change rebuilds the engine and submits every open request again with the tokens it already has, as after a crash
-(process_client.py). So streams survive a change, and nothing that the old weights computed, such as a cached prefix,
-reaches the new ones.
+"""Releases, restores or replaces an engine's weights while requests are open, one change at a time. Each change
+rebuilds the engine and submits open requests again with their tokens (process_client.py). So streams survive, and
+nothing that the old weights computed reaches the new ones.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""What happens to open requests when weights change. keep: they continue with the new weights; wait: they end first,
-and newer ones wait; abort: they end at once, with what they have.
-"""
+"""keep: open requests continue with the new weights; wait: they finish first; abort: they end at once."""
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
 _POLL_SECONDS = 0.01
@@ -35,13 +31,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A requested release or rebuild of the engine."""
-
     config: EngineConfig
     version: str
     call_id: int
     take_result: Callable[[UtilityResult], None]
-    """Called at once with the engine process's result."""
     done: asyncio.Future[None]
 
 
@@ -54,7 +47,7 @@ class WeightChanges(Protocol):
 
 
 class Weights:
-    """All methods must be called from the client's event loop."""
+    """Call all methods from the client's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
         assert isinstance(client.engine_core, ExclusiveClient), "a hub changes the weights of its engine itself"
@@ -63,10 +56,9 @@ class Weights:
         self._used = {self._engine_core.weights_version}
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Release weights and KV cache until `wake_up`. If already asleep, only set `refuse`.
-
-        level 1: the engine's process stays, and wakes soon; 2: it ends, which frees all its memory. refuse: new
-        requests get an error; otherwise they wait. Raises EngineError if the engine cannot be reached.
+        """Releases weights and KV cache until `wake_up`. If already asleep, only sets `refuse`. level 1: the engine's
+        process stays and wakes soon; 2: it ends, which frees all memory. refuse: new requests fail instead of waiting.
+        Raises EngineError if the engine cannot be reached.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -81,9 +73,7 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Restore the weights; does nothing if awake. Raises ConfigError if the weights or memory for them are not
-        available; the engine then sleeps on.
-        """
+        """Raises ConfigError, and stays asleep, if the weights or memory for them are unavailable."""
 
         async def wake() -> None:
             if self._engine_core.asleep:
@@ -93,10 +83,9 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Load the weights in another folder or GGUF file and return their version. Wakes a sleeping engine.
-
-        version: their name; by default, a counter. Raises InvalidRequest if the weights do not have the model's shape,
-        and ConfigError if they cannot be loaded: then the old weights stay.
+        """Loads weights from a folder or GGUF file, wakes the engine, and returns their version (default: a counter).
+        Raises InvalidRequest if they do not have the model's shape, ConfigError if they cannot be loaded; the old
+        weights then stay.
         """
         weights_path = absolute(path)
         check = partial(self._engine_core.check, weights_path)
@@ -111,8 +100,8 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Like `update`. `load` gets the version. `check` may refuse weights before any request has ended. `path`:
-        their source, if they come from files.
+        """Works like `update`. `load` gets the version. `check` may refuse the weights before requests are affected.
+        `path`: the weights' files, if any.
         """
         check_mode(mode)
 
@@ -131,7 +120,6 @@ class Weights:
 
     @asynccontextmanager
     async def _hold_requests(self, mode: Mode) -> AsyncIterator[None]:
-        """New requests wait for the block's end."""
         client = self._client
         client.hold()
         try:
@@ -145,9 +133,7 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Run a call alone under its lock. It completes even if it is no longer awaited: the engine may have released its
-    weights already.
-    """
+    """Runs the call under its lock even if nobody awaits it, because the engine may have released its weights."""
 
     async def run_in_turn() -> Result:
         async with turn:
@@ -159,13 +145,11 @@ async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> R
 
 
 def check_mode(mode: str) -> None:
-    """Raises InvalidRequest for an unknown mode."""
     if mode not in MODES:
         raise InvalidRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r}", param="mode")
 
 
 def absolute(path: str) -> str:
-    """Raises InvalidRequest if there is no such folder or file."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

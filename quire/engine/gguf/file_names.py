@@ -8,7 +8,6 @@ PART_PATTERN = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def part_paths(path: Path) -> list[Path]:
-    """`path` is the first part."""
     part = PART_PATTERN.search(path.name)
     if part is None:
         return [path]

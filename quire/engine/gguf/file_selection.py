@@ -12,7 +12,6 @@ from quire.engine.gguf.file_names import GGUF_SUFFIX, PART_PATTERN
 _QUANT_PATTERN = r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?)"
 _TAG_PATTERN = re.compile(rf"(?:^|[-_. ])({_QUANT_PATTERN})$", re.IGNORECASE)
 _NON_MODEL_PREFIXES = ("mmproj", "imatrix")
-"""Image encoders and importance matrices."""
 PREFERRED_TAG = "Q4_K_M"
 _TAG_PREFERENCE = (
     PREFERRED_TAG,
@@ -65,7 +64,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Orders the files of a split model. Omits incomplete models."""
+    """Orders a split model's parts. Omits incomplete models."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name

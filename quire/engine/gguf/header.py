@@ -1,5 +1,5 @@
 """Reads GGUF headers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). Files are
-untrusted: counts and offsets are checked against the file size before allocation.
+untrusted: counts and offsets are checked before allocation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Per array; vocabularies have about 2**18."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
@@ -81,7 +80,6 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
-        """[] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -112,8 +110,6 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class ByteSource(Protocol):
-    """Read sequentially."""
-
     def read(self, length: int, /) -> bytes:
         """May return more than `length` bytes; fewer only at the end."""
 
@@ -167,7 +163,6 @@ class _HeaderReader:
         return GGUFHeader(self._path.name, metadata, tensors)
 
     def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape, type, offset)."""
         name = self._read_name("a tensor's name")
         dimensions = self._read_u32()
         if dimensions > _MAX_DIMENSIONS:
@@ -228,7 +223,7 @@ class _HeaderReader:
             raise self._header_error(f"{what}: is not UTF-8") from None
 
     def _read_name(self, what: str) -> str:
-        """Raises ModelError unless the name is printable, because errors show it."""
+        """Raises ModelError for an unprintable name, because error messages show names."""
         name = self._read_string(what, _MAX_NAME_BYTES)
         if not name.isprintable():
             raise self._header_error(f"{what}: {name[:_MAX_SHOWN_CHARACTERS]!a} cannot be printed")
@@ -243,7 +238,6 @@ class _HeaderReader:
         return number
 
     def _read_exactly(self, length: int) -> bytearray:
-        """Raises ModelError at the end of the file."""
         end = self._position + length
         if end > len(self.data):
             if end > self._file_size:

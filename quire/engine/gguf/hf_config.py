@@ -22,7 +22,6 @@ _SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _NULLABLE_FIELDS = ("num_key_value_heads", "q_lora_rank")
-"""null differs from a missing field."""
 EMBEDDING_TENSOR = "token_embd.weight"
 _LM_HEAD_TENSOR = "output.weight"
 _ROPE_FACTORS_TENSOR = "rope_freqs.weight"
@@ -67,7 +66,6 @@ def config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _find_family(metadata: GGUFMetadata) -> tuple[DecoderFamily, GGUFFormat]:
-    """Raises ModelError."""
     arch = metadata.architecture
     if not (families := find_gguf_families(arch)):
         known = ", ".join(gguf_architectures())
@@ -103,7 +101,7 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raise ModelError if keys and values differ in size, or for unexpected partial RoPE."""
+    """Raises ModelError if keys and values differ in size, or for unexpected partial RoPE."""
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
@@ -111,7 +109,6 @@ def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: in
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
-    """A scalar, or equal values per layer. `ignore_zeros` skips zeros."""
     if not metadata.is_list(key):
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
@@ -121,7 +118,6 @@ def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = F
 
 
 def _num_layers(metadata: GGUFMetadata) -> int | None:
-    """Without MTP layers."""
     layers, more = metadata.integer("block_count"), metadata.integer("nextn_predict_layers") or 0
     return None if layers is None else layers - more
 
@@ -138,13 +134,11 @@ _MAX_FLOAT_FRACTION = 0.02
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """The most common matrix type; bfloat16, the training dtype, for quantized models."""
     most = next(iter(bytes_by_weight_type(header)), "")
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
 def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
-    """Types and average bits per weight of linears, for display."""
     linears = [
         tensor
         for name, tensor in header.tensors.items()
@@ -186,7 +180,6 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
 def _longrope_parameters(
     header: GGUFHeader, metadata: GGUFMetadata, rope: dict[str, Any], long: GGUFTensor
 ) -> dict[str, Any]:
-    """The factors are tensors. Raises ModelError."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
@@ -201,7 +194,6 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Without the factor. Raises ModelError."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
@@ -227,7 +219,6 @@ def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _read_floats(header: GGUFHeader, name: str, tensor: GGUFTensor) -> list[float]:
-    """Raises ModelError unless the tensor is a small float32 one."""
     if tensor.type.name != "F32" or tensor.num_elements > _MAX_ROPE_FACTORS:
         raise ModelError(f"model: {header.name}: {name}: expected up to {_MAX_ROPE_FACTORS} numbers of type F32")
     file = open_if_present(tensor.file)

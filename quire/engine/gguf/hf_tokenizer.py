@@ -24,7 +24,7 @@ _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
 """The misspelling is GGUF's."""
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
-"""If both exist, <|end|> ends a message, not the answer (OpenAI's harmony format)."""
+"""If a vocabulary has both, <|end|> ends only a message, not the answer (OpenAI's harmony format)."""
 _END_TOKENS = {
     "<|eot_id|>",
     "<|eom_id|>",
@@ -40,10 +40,10 @@ _END_TOKENS = {
     "<end_of_utterance>",
     *HARMONY_END_TOKENS,
 }
-"""Files list only one or two, and may give others the normal type."""
+"""Files list one or two of these, and may give others the normal type."""
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_SPLIT_CHARACTERS = 2**28
-"""Total over all splits of SentencePiece tokens; Gemma has about 2**25."""
+"""Limit for all splits of SentencePiece tokens; Gemma has about 2**25."""
 
 
 def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
@@ -94,7 +94,6 @@ def tokenizer_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def eos_token_ids(header: GGUFHeader) -> list[int]:
-    """Includes well-known end tokens of the vocabulary."""
     tokens, _ = _tokens_and_types(header)
     named = [_role_token_id(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
     return list(dict.fromkeys([*(index for index in named if index is not None), *_known_end_token_ids(tokens)]))
@@ -111,12 +110,11 @@ def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
 
 
 def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
-    """None without a tokenizer."""
     return len(header.get_strings(f"{_PREFIX}tokens")) or None
 
 
 def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
-    """As in llama.cpp, end tokens become control tokens: prompts encode them as one token, and answers hide them."""
+    """As in llama.cpp, end tokens become control tokens: one token in prompts, hidden in answers."""
     tokens = header.get_strings(f"{_PREFIX}tokens")
     if not tokens:
         raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")
@@ -131,7 +129,6 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
-    """None if missing or out of range."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None
@@ -188,7 +185,7 @@ def _sentence_piece_fields(header: GGUFHeader, vocabulary: dict[str, int], types
 def _derive_merges(
     header: GGUFHeader, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[list[str]]:
-    """Yield all pairs that form a token, highest score first. SentencePiece has no merges."""
+    """Yields all pairs that form a token, highest score first. SentencePiece has no merges."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
         raise _key_error(header, "tokens", "are too long in total to be split into merges")
@@ -206,7 +203,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """Adds BOS and EOS if the file asks for them. `adds_bos` is the default for a missing add_bos_token."""
+    """Adds BOS and EOS as the file asks. `adds_bos` replaces a missing add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

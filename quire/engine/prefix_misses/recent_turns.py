@@ -14,7 +14,6 @@ from quire.engine.common.types import EngineCoreRequest
 MAX_TENANT_BYTES = 8 << 20
 """Two million tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""For all tenants together."""
 _TURN_OVERHEAD_BYTES = 500
 
 
@@ -23,7 +22,6 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
-    """Name; "" without adapter."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""
@@ -37,7 +35,7 @@ class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """Keyed by tenant, cache salt and session; the turn that ended last comes last."""
+        """Keyed by tenant, cache salt and session. The last to end comes last."""
         self._bytes_of_tenant = Counter[str]()
 
     @property
@@ -45,7 +43,6 @@ class LastSessionTurns:
         return self._bytes_of_tenant.total()
 
     def record_turn(self, request: EngineCoreRequest, generated: Sequence[int]) -> None:
-        """`generated`: tokens after `emitted_ids`."""
         if not request.session:
             return
         key = request.tenant, request.cache_salt, request.session

@@ -14,15 +14,13 @@ MIN_RUN_TOKENS = 16
 
 
 class EqualRun(NamedTuple):
-    """Offsets and length in tokens."""
-
     old_start: int
     new_start: int
     length: int
 
 
 def encode_prompt_tokens(prompt_ids: Sequence[int], spans: Sequence[MediaSpan]) -> bytes:
-    """Image tokens become a negative number derived from the content."""
+    """Image tokens become negative numbers derived from the content."""
     token_ids = array("i", prompt_ids)
     for span in spans:
         placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
@@ -31,7 +29,6 @@ def encode_prompt_tokens(prompt_ids: Sequence[int], spans: Sequence[MediaSpan]) 
 
 
 def common_prefix_length(first: bytes, second: bytes) -> int:
-    """In tokens."""
     low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
         return high
@@ -45,7 +42,9 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
 
 
 def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
-    """Ordered by `new`, without overlaps. Finds all runs of MIN_RUN_TOKENS unless `old` repeats itself."""
+    """Runs are ordered by `new` and do not overlap. All of at least MIN_RUN_TOKENS are found, unless `old` repeats
+    itself.
+    """
     size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run contains an aligned block of this size
     positions: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):
@@ -77,7 +76,6 @@ def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
 
 
 def _count_equal_bytes(first: bytes, first_start: int, second: bytes, second_start: int) -> int:
-    """Counts only whole tokens."""
     count, size = 0, 64 * TOKEN_BYTES
     while (
         first[first_start + count : first_start + count + size]

@@ -1,1 +1,1 @@
-"""Our processes: how each is started, watched and ended, and the sockets and calls between them."""
+"""How processes start, are watched and end, and their sockets and calls."""

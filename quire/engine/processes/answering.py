@@ -5,12 +5,10 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
-"""Maps a question's body to the answer's; None: no answer."""
+"""Returns the answer's body, if there is an answer."""
 
 
 class Answering:
-    """Answers other processes' questions by topic."""
-
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
 

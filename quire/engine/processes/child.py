@@ -1,6 +1,5 @@
-"""A child process, which ends at the latest with its parent.
-
-`read_configuration`, `end_with_parent` and `die_with_parent` run in the child.
+"""A child process that does not outlive its parent. `read_configuration`, `end_with_parent` and `die_with_parent` run
+in the child.
 """
 
 from __future__ import annotations
@@ -23,19 +22,16 @@ from quire.engine.common import clock
 
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
-"""From Linux's sys/prctl.h: send this process a signal when its parent ends."""
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Python arguments that run one of our modules. -P is needed because `-m` alone searches the current directory
-    first, and a random.py there would replace Python's.
-    """
+    """Python arguments that run a module. Without -P, the current directory's random.py would replace Python's."""
     return ("-P", "-m", name)
 
 
 class Child:
-    """Runs Python with these arguments. The configuration is the first line of standard input, which stays open as long
-    as the parent lives. Raises OSError if no process can be started.
+    """Runs Python. Standard input begins with a line of configuration, and stays open while the parent lives. Raises
+    OSError if no process can be started.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class Child:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        # In its own session the child does not get the terminal's Ctrl-C: the parent decides what happens.
+        # Its own session keeps the terminal's Ctrl-C from the child: the parent decides what happens.
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -66,8 +62,7 @@ class Child:
             self.tell(configuration)
 
     def tell(self, configuration: bytes) -> None:
-        """Send the configuration, if the constructor did not."""
-        with suppress(BrokenPipeError):  # the child has ended, which `wait_for_exit` reports
+        with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
             self.send(configuration + b"\n")
 
     def send(self, content: bytes) -> None:
@@ -80,8 +75,8 @@ class Child:
         return self.process.poll()
 
     def end(self) -> None:
-        """Close standard input, which asks the process to end."""
-        with suppress(BrokenPipeError):  # the child ended before it read its configuration
+        """Asks the process to end by closing standard input."""
+        with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
             self._lifeline.close()
 
     def kill(self) -> None:
@@ -91,7 +86,6 @@ class Child:
         return self.process.wait()
 
     async def wait_for_exit(self, seconds: float = math.inf) -> int:
-        """Returns the return code. Kills the process after `seconds`."""
         for _ in _kill_after([self], seconds):
             await asyncio.sleep(_POLL_SECONDS)
         self.end()
@@ -100,7 +94,6 @@ class Child:
         return code
 
     async def stop(self, seconds: float) -> None:
-        """See `end_processes`."""
         self.end()
         await self.wait_for_exit(seconds)
 
@@ -117,7 +110,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Ask the processes to end, wait up to `seconds` for all of them together, then kill the rest."""
+    """Asks the processes to end, and kills those that remain after `seconds`."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -125,7 +118,6 @@ def end_processes(
 
 
 def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator[None]:
-    """Yield until all processes have ended."""
     deadline = clock.monotonic() + seconds
     while running := [process for process in processes if process.returncode is None]:
         if clock.monotonic() >= deadline:
@@ -136,9 +128,7 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """The child's working directory; None: ours. If ours was deleted, another, because PyTorch's libraries need one to
-    load.
-    """
+    """Replaces a deleted directory, because PyTorch's libraries need one to load."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -147,7 +137,7 @@ def _directory() -> str | None:
 
 
 def read_configuration() -> bytes:
-    """Read one line of standard input and not a byte more: `end_with_parent` reads what follows."""
+    """Reads one line of standard input and no byte more, because `end_with_parent` reads the rest."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -155,7 +145,6 @@ def read_configuration() -> bytes:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, which closes our standard input."""
 
     def wait() -> None:
         while os.read(0, 4096):
@@ -167,9 +156,8 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent ends, even if a step hangs or the process is stopped,
-    so that no thread reads standard input. If the parent ended before this call, standard input is already closed, and
-    this process exits here.
+    """On Linux the kernel kills this process when its parent ends, because a hanging process does not read standard
+    input. Exits if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

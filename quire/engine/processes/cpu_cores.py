@@ -1,8 +1,6 @@
-"""Distributes cores to ranks or replicas. Linux gives a thread memory of the NUMA node it runs on, so a thread that
-stays on its cores reads its weights and KV blocks from near memory.
-
-Also counts usable CPUs. `docker run --cpus 2` and Kubernetes limits grant a share of all CPUs' time: more threads than
-that only wait for each other while the group is throttled.
+"""Assigns cores to ranks or replicas, and counts usable CPUs. Linux allocates memory near the NUMA node where a thread
+runs, so threads stay on their cores. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time: more
+threads than that only wait.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Cores of each of `count` processes, chosen from `allowed`: those of one node, or of several nodes if there are
-    more nodes than processes. None if fewer than two nodes are known or needed.
+    """Returns each process's cores in `allowed`: those of one node, or of several if nodes outnumber processes. None if
+    fewer than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -32,7 +30,7 @@ def allowed_cores() -> Set[int]:
 
 
 def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
-    """One per physical core."""
+    """Counts physical cores."""
     firsts = set()
     for core in cores:
         try:
@@ -44,13 +42,12 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Also applies to threads that this thread starts later. An empty set changes nothing."""
+    """Also binds threads started later. An empty set changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def _nodes(root: Path) -> list[Set[int]]:
-    """By node number."""
     folders = root.glob("sys/devices/system/node/node[0-9]*")
     core_lists: list[Set[int]] = []
     for folder in sorted(folders, key=lambda each: int(each.name.removeprefix("node"))):
@@ -62,26 +59,25 @@ def _nodes(root: Path) -> list[Set[int]]:
 
 
 def _parse_core_list(text: str) -> Set[int]:
-    """text: such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """At least 1. root: the folder that holds sys and proc."""
+    """Returns at least 1. `root` holds sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that this process's control groups (v2 or v1) and their parents allow; None: no limit."""
+    """Returns how many CPUs this process's control groups (v1 or v2) allow it. None: no limit."""
     return min((quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None), default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of this process's groups that limit CPUs, each with all its parents. A container may see its own group as
-    the root, or under its path in the host's tree, so some folders may not exist.
+    """Yields this process's CPU groups, each with its parents. A container may see its group as the root or under its
+    path on the host, so some may not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,5 @@
-"""Decides if an engine process ended through its own fault. If so, its requests are suspected: one may have caused a
-crash, an exit, a hang or running out of memory. A kill from outside never counts against a request, however often it
-happens.
+"""Decides whether an engine process ended through its own fault: a crash, exit, hang or lack of memory. Then its
+requests are suspects. A kill from outside counts against no request.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from dataclasses import dataclass
 FAULT_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 )
-"""Signals that normally report a fault of the process itself. Another process can send them too; engine/main.py
-distinguishes the two cases.
-"""
+"""Signals by which a process usually reports its own fault. If another process sent them, engine/main.py notices."""
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
-"""The kernel sends these to a process that exceeds a resource limit."""
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
 
@@ -29,9 +25,8 @@ class ExitCause:
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """code: as in subprocess: the exit code, or minus the signal that ended the process. sender: id of the process that
-    sent one of FAULT_SIGNALS; None if none did. oom_kills: processes that the kernel killed for lack of memory while
-    this engine ran; None if unknown, and then a SIGKILL never counts as external.
+    """`code` is subprocess's, a negative signal. `sender`: process that sent a FAULT_SIGNALS signal. `oom_kills`:
+    processes killed for lack of memory while this engine ran; None: unknown, and SIGKILL then never counts as external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

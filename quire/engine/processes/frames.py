@@ -1,4 +1,4 @@
-"""Length-prefixed messages in the pipes and sockets between a process and its child."""
+"""Length-prefixed messages between a process and its child."""
 
 from __future__ import annotations
 
@@ -21,18 +21,15 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
-    """Does not copy the bytes."""
     return [FRAME_HEADER.pack(sum(map(len, pieces))), *pieces]
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:
-    """Like `read_frame`, but raises IncompleteReadError at the end of the stream."""
     (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
     return await reader.readexactly(length)
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
-    """Returns None at the end of the pipe."""
     head = pipe.read(FRAME_HEADER.size)
     if len(head) < FRAME_HEADER.size:
         return None
@@ -41,15 +38,13 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 class Inbox:
-    """A thread reads messages as they arrive, so the sender never waits for the consumer."""
+    """Reads in a thread, so that senders never wait for the consumer."""
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
-        """`read` returns None after the last message."""
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
-        """None after the last message. Raises TimeoutError after `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

@@ -1,7 +1,5 @@
-"""Finds the GPUs that a process sees, and divides them among replicas.
-
-The variable that hides GPUs from a process (CUDA_VISIBLE_DEVICES and its likes) must be set before the process starts.
-So the parent, which never imports PyTorch, determines which GPUs PyTorch will see.
+"""Finds the GPUs that a process sees, and divides them among replicas. CUDA_VISIBLE_DEVICES and its likes must be set
+before a process starts, so the parent, which never imports PyTorch, predicts what PyTorch will see.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ PARAM = "data_parallel_size"
 
 
 class TorchBuild(NamedTuple):
-    """Versions that PyTorch was built for; None: built without."""
-
     cuda: str | None = None
     hip: str | None = None
 
@@ -35,13 +31,10 @@ class TorchBuild(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class VisibleGPUs:
     variable: str
-    """Restricts which GPUs a process sees."""
     ids: tuple[str, ...]
-    """Indices or UUIDs, as `variable` takes them."""
 
 
 def read_torch_build() -> TorchBuild:
-    """Does not import PyTorch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return TorchBuild()
@@ -58,10 +51,9 @@ def find_gpus(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
-    """GPUs that PyTorch uses with this --device, or None if it uses the CPU. `root`: the folder that holds dev and sys.
-
-    "auto" follows choose_device (worker/device_plan.py), except on machines whose GPUs are not files in /dev. Raises
-    ConfigError if the operator names a GPU twice.
+    """Returns the GPUs that PyTorch uses with this --device; None: the CPU. `root` holds dev and sys. "auto" follows
+    choose_device (worker/device_plan.py) if GPUs are files in /dev. Raises ConfigError if the operator names a GPU
+    twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None
@@ -88,13 +80,13 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """The operator's list of GPUs; None: all. HIP reads CUDA's variable if its own is not set."""
+    """Returns None for all GPUs. HIP falls back to CUDA's variable."""
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 
 
 def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list[tuple[str, ...]]:
-    """In order. Raises ConfigError if there are too few."""
+    """Raises ConfigError if there are too few."""
     needed, there = replicas * gpus_per_replica, len(gpus.ids)
     if there < needed:
         each = f" of {gpus_per_replica} GPUs each (tensor_parallel_size)" if gpus_per_replica > 1 else ""
@@ -108,14 +100,13 @@ def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list
 
 
 def describe_division(parts: Sequence[Sequence[str]]) -> str:
-    """For example: replica 0 on GPU 0, replica 1 on GPU 1."""
+    """Returns a text such as: replica 0 on GPU 0, replica 1 on GPU 1."""
     return ", ".join(
         f"replica {index} on GPU{'s' if len(part) > 1 else ''} {' and '.join(part)}" for index, part in enumerate(parts)
     )
 
 
 def _visible(variable: str, listed: str | None, bound: int | None, count: int) -> VisibleGPUs:
-    """`bound`: number of existing GPUs; None or 0: unknown."""
     if listed is None:
         return VisibleGPUs(variable, tuple(map(str, range(count))))
     ids: list[str] = []
@@ -129,19 +120,18 @@ def _visible(variable: str, listed: str | None, bound: int | None, count: int) -
 
 
 def _split(listed: str) -> list[str]:
-    """Entries up to the first empty one."""
     entries = [each.strip() for each in listed.split(",")]
     return entries[: entries.index("")] if "" in entries else entries
 
 
 def _count_nvidia_gpus(root: Path) -> int:
-    """A container has files of its own GPUs only. WSL has one file for all GPUs, so one GPU is assumed."""
+    """A container has only its own GPUs' files. WSL has a single file, which counts as one GPU."""
     files = [each for each in (root / "dev").glob("nvidia[0-9]*") if each.name.removeprefix("nvidia").isdigit()]
     return len(files) or int((root / "dev/dxg").exists())
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """/sys shows all GPUs of the machine; a container has files of its own GPUs only."""
+    """/sys shows the machine's GPUs, but a container has only its own files."""
     if not (root / "dev/kfd").exists():
         return 0
     count = 0

@@ -1,7 +1,5 @@
-"""The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON.
-
-A note written just before a crash still reaches the parent. The pipe closes however the process ends, so the parent
-notices.
+"""The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON. A note written just
+before a crash still arrives. However the process ends, the pipe closes and the parent notices.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import msgspec
 from quire.engine.common import clock
 
 _DEATH_SECONDS = 1.0
-"""Time for a signal to end this process."""
 HEARTBEAT_SECONDS = 0.25
 
 
@@ -26,20 +23,17 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
-    """Milliseconds since the current step began or last made progress; 0 if no step is running."""
+    """Milliseconds since the current step began or last made progress; 0 without a step."""
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine will compute these requests for the first time."""
-
     ids: list[str]
 
 
 class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Another process sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
+    """Another process sent a signal of FAULT_SIGNALS, which will end the engine."""
 
     sender: int
-    """Process id."""
 
 
 HeartbeatMessage = Alive | RequestsBegan | FaultSignal
@@ -47,8 +41,6 @@ decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 
 
 class Heartbeat(ABC):
-    """Reports the steps' progress to the watching process."""
-
     @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
         """A step is about to run, the first one for the requests `new_ids`."""
@@ -67,7 +59,7 @@ class Heartbeat(ABC):
 
 
 class NullHeartbeat(Heartbeat):
-    """For an engine in its client's process, which needs no watching."""
+    """Used by an engine in its client's process, which needs no watching."""
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
         pass
@@ -83,13 +75,13 @@ class NullHeartbeat(Heartbeat):
 
 
 class PipeHeartbeat(Heartbeat):
-    """Writes to the pipe `descriptor`. A thread sends heartbeats from construction on."""
+    """A thread sends heartbeats to the pipe `descriptor` from construction on."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
-        """time.monotonic() when the current step began or last made progress; None if no step is running."""
+        """Value of time.monotonic() when the current step began or last made progress."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
@@ -106,7 +98,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = None
 
     def rank_ended(self, code: int) -> None:
-        """End this process in the same way, so the parent judges it as if it were the rank."""
+        """Ends this process as the rank ended, so that the parent judges it in the same way."""
         if code < 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)

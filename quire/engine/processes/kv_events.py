@@ -1,8 +1,7 @@
-"""vLLM's KV events, which tell external routers which prefixes an engine has cached (--kv-events-config).
-
-A message has three frames: the topic, the batch's number (8 bytes, big-endian) and a KVEventBatch as msgpack. A gap in
-the numbers means dropped batches. To get earlier batches again, a subscriber sends the first number, as 8 bytes after
-an empty frame, to the replay endpoint. It gets one message per batch, and one with the number -1 at the end.
+"""vLLM's KV events, which tell external routers what an engine has cached (--kv-events-config). A message has three
+frames: topic, batch number (8 bytes, big-endian) and a KVEventBatch as msgpack. Dropped batches leave gaps in the
+numbers. For earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to the replay endpoint,
+and gets one message per batch, then one with number -1.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from quire.engine.common.errors import ConfigError
 
 log = logging.getLogger("quire.engine")
 ENGINE_MEDIUM = "GPU"
-"""vLLM's word for the engine's own cache, whatever the device."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_FRAMES = 3
 _STOP_SECONDS = 1.0
@@ -37,15 +35,14 @@ class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True):
 class BlockStored(KVCacheEvent):
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Hash of the tokens before; None at a prompt's beginning."""
+    """Hash of the preceding tokens; None at a prompt's beginning."""
     token_ids: list[int]
-    """Tokens of all blocks."""
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     group_idx: int | None = None
-    """KV cache group; None: the first."""
+    """None: the first KV cache group."""
 
 
 class BlockRemoved(KVCacheEvent):
@@ -60,14 +57,13 @@ class AllBlocksCleared(KVCacheEvent):
 
 class KVEventBatch(msgspec.Struct, omit_defaults=True):
     ts: float
-    """Unix time in seconds."""
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
 
 
 class KVEventPublisher:
-    """Sends batches from a thread; `publish` never waits. If subscribers or the thread fall behind by `max_queue_size`
-    batches, further batches are dropped. Raises ConfigError for unusable endpoints.
+    """Sends batches from a thread. Drops them if subscribers or the thread are `max_queue_size` behind. Raises
+    ConfigError for unusable endpoints.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -107,7 +103,7 @@ class KVEventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Waiting batches are sent."""
+        """Sends waiting batches first."""
         with suppress(zmq.Again):
             self._queue.send_multipart([b""], zmq.NOBLOCK)
         self._thread.join(_STOP_SECONDS)
@@ -116,7 +112,7 @@ class KVEventPublisher:
             self._context.term()
 
     def _open_socket(self, kind: int, endpoint: str, name: str) -> zmq.Socket[bytes]:
-        """Binds addresses of this machine, and connects to others, as vLLM does."""
+        """As in vLLM, binds this machine's addresses and connects to others."""
         socket = self._context.socket(kind)
         try:
             if kind == zmq.PUB and endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:
@@ -153,7 +149,6 @@ class KVEventPublisher:
 
 
 def _replay(socket: zmq.Socket[bytes], sent: Sequence[tuple[bytes, bytes]]) -> None:
-    """Requests of another form are not answered."""
     request = socket.recv_multipart()
     if len(request) != _REPLAY_FRAMES or len(request[2]) != len(_END):
         return

@@ -1,5 +1,5 @@
-"""Run state, waiting time and memory of a process, from Linux's /proc and control groups. On other systems a process
-never counts as stopped or waiting.
+"""A process's state, waiting time and memory, from Linux's /proc and control groups. On other systems no process counts
+as stopped or waiting.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures the time between two checks of another process, except time in which this process could not check: if
-    this one was stopped, the other may have been too.
+    """Measures time between checks of another process. Time in which this process could not check does not count,
+    because the other may have been stopped too.
     """
 
     def __init__(self, period: float) -> None:
-        """`period`: seconds between two checks; at most twice as many count."""
+        """`period`: seconds between checks; an interval counts for at most twice this."""
         self._period = period
         self._last_look = clock.monotonic()
 
@@ -26,22 +26,18 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts the seconds in which a process could have computed, excluding time in which one of its threads waited for
-    a processor or a disk. So a slow engine on an overloaded machine is not mistaken for a hanging one.
+    """Counts seconds in which a process could compute, without those in which a thread waited for a processor or a
+    disk. So an engine that is slow on an overloaded machine does not count as hanging.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """This clock's seconds before the current run of inspections."""
         self._inspected = 0.0
-        """Wall-clock seconds in the current run of inspections."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """Seconds that each thread had waited for a processor before its first inspection."""
+        """Seconds each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
-        """Seconds that each thread has waited for a processor or a disk since its first inspection."""
         self._disk_wait: dict[str, float] = {}
-        """Part of `_waited`."""
 
     @property
     def seconds(self) -> float:
@@ -49,11 +45,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Count `elapsed` seconds of wall-clock time; with `inspect`, minus the time that the process's threads waited.
-
-        An inspection reads two files per thread: request it only if needed. The first inspection after a pause counts
-        all of `elapsed`, for lack of an earlier value. The kernel reports a wait only when it is over, so the clock may
-        go back a little.
+        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited. Inspecting reads two
+        files per thread, and subtracts nothing the first time after a pause. The kernel reports a wait when it is over,
+        so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -78,17 +72,16 @@ class RunnableClock:
 
 
 class Standstill:
-    """Counts how long a process that could have computed did nothing, because it is stopped or waits in vain."""
+    """How long a process that could have computed did nothing."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._folder = proc / str(pid)
         self._clock = RunnableClock(pid, proc)
         self._used = _processor_ticks(self._folder)
         self._since = 0.0
-        """Clock value when the process last computed."""
 
     def advance(self, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds. Returns the seconds of standstill."""
+        """Adds wall-clock seconds, and returns those of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -101,15 +94,14 @@ class Stopped:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Add `elapsed` wall-clock seconds. Returns the process's stopped seconds."""
+        """Adds wall-clock seconds, and returns how long the process has been stopped."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Processor time of all threads; None if unreadable. `process`: its directory in /proc."""
     try:
-        # Fields 14 and 15; `state` explains the split.
+        # Fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
         return int(user) + int(system)
     except (OSError, ValueError):
@@ -117,7 +109,6 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """Returns the total seconds spent waiting for a processor, and whether the thread now waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -126,9 +117,9 @@ def _thread_waits(task: Path) -> tuple[float, bool]:
 
 
 def state(process: Path) -> str:
-    """State letter of a process or thread, by its directory in /proc; "" if it does not exist."""
+    """Returns a process's or thread's state letter, or "" if it does not exist."""
     try:
-        # The field before the state is the name in brackets, which may contain spaces and brackets.
+        # The name before it, in brackets, may contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
@@ -139,8 +130,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes ever killed by the kernel for lack of memory; None if unknown. Counts our control group if it reports a
-    number, else the whole machine.
+    """Returns how many processes the kernel killed for lack of memory in our control group, or on the machine if the
+    group reports none. None: unknown.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
@@ -152,7 +143,6 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """memory.events (control groups v2) of the group of this process and its children."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -162,7 +152,6 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """This process's memory in RAM; 0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -1,7 +1,6 @@
-"""A folder for Unix sockets that does not long outlive its owner, however the owner ends.
-
-The owner locks a file in it; the kernel releases the lock when the process ends. The next process that creates such a
-folder removes unlocked ones. A process id would not do: containers that share /tmp may have separate process ids.
+"""A folder for Unix sockets, removed soon after its owner ends. The owner locks a file in it; the next process that
+creates such a folder removes unlocked ones. Process ids would not do: containers that share /tmp may number theirs
+separately.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""Only these and the lock file are ever removed: a person's own quire-* folder keeps its files."""
+"""Only these and the lock file are removed, because a person's folder may have a similar name."""
 _MOST_BYTES = 107
-"""Longest path of a Unix socket on Linux; 103 elsewhere."""
 
 
 class SocketFolder:
-    """Only this user can enter the folder. Raises EngineError if none can be created."""
+    """Only this user can enter it. Raises EngineError if none can be created."""
 
     def __init__(self) -> None:
         try:
@@ -52,12 +50,10 @@ class SocketFolder:
 
     @property
     def http(self) -> Path:
-        """Socket of a private HTTP server."""
         return self._path / _SOCKETS[1]
 
     @property
     def hub(self) -> Path:
-        """Between the API server leader and its API processes."""
         return self._path / _SOCKETS[2]
 
     def close(self) -> None:
@@ -66,7 +62,6 @@ class SocketFolder:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove abandoned folders of this user only."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's folder, or another process is removing it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Tasks that run until they are cancelled together."""
+"""Tasks that are cancelled together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 class Tasks:
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure` gets a failed task's exception."""
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 

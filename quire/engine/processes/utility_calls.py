@@ -1,7 +1,5 @@
-"""Calls of another process's methods by name, for everything except requests, aborts and outputs.
-
-A class declares the methods that a process answers. A method's signature defines the struct of its arguments and its
-result.
+"""Calls another process's methods by name, for everything except requests, aborts and outputs. A class declares the
+methods; their signatures define the structs of arguments and results.
 """
 
 from __future__ import annotations
@@ -21,19 +19,15 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Id of a process's start, if that counts as a call. Its result may be an error at any time: the process cannot start
-or continue.
-"""
+"""Id of a process's start, which may fail at any time."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error sent to another process."""
-
     kind: str
-    """Name of a class in engine/common/errors.py."""
+    """Class name in engine/common/errors.py."""
     message: str
     param: str | None = None
 
@@ -53,16 +47,14 @@ class Fault(msgspec.Struct, frozen=True):
 class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     method: str
     args: msgspec.Raw
-    """See MethodCallCodec.arguments_type."""
     id: int | None = None
-    """Counted by the caller. None: the call has no result."""
+    """None: the call has no result."""
 
 
 class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     id: int
     value: msgspec.Raw = _NO_VALUE
     error: Fault | None = None
-    """Set if there is no value."""
 
 
 decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
@@ -71,14 +63,13 @@ decode_utility_result = msgspec.msgpack.Decoder(UtilityResult).decode
 
 class MethodCallCodec(NamedTuple):
     arguments_type: type[msgspec.Struct]
-    """A struct of the method's parameters, an array on the wire."""
     arguments_decoder: msgspec.msgpack.Decoder[msgspec.Struct]
     result_decoder: msgspec.msgpack.Decoder[Any]
 
 
 @cache
 def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
-    """`method`: the unbound function of the declaring class."""
+    """`method`: the declaring class's unbound function."""
     hints = get_type_hints(method)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for each in list(inspect.signature(method).parameters.values())[1:]:
@@ -107,13 +98,11 @@ def make_result(id: int, value: object) -> UtilityResult:
 
 
 def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
-    """Arguments by name. `declared`: the class that declares the method."""
     codec = method_call_codec(getattr(declared, call.method))
     return msgspec.structs.asdict(codec.arguments_decoder.decode(call.args))
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
-    """Raises the call's error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)
@@ -125,9 +114,8 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Call the method on `owner`, and return the result message, or None for a call without a result. A QuireError
-    becomes the result. Raises the QuireError of a call without a result, and any EngineError, because the process
-    cannot continue after one.
+    """Returns the result or a QuireError as a message. A call without a result raises its QuireError. EngineError is
+    always raised, because the process cannot continue after one.
     """
     try:
         value = invoke(declared, owner, call)
@@ -139,8 +127,8 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Like `run_call`, for a call that has a result. The method may be a coroutine. Other work of the process
-    continues, so every QuireError becomes a result.
+    """Runs a call with a result, whose method may be a coroutine. Other work continues, so every QuireError becomes a
+    result.
     """
     assert call.id is not None
     try:
@@ -151,13 +139,10 @@ async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> 
 
 
 class UtilityCalls:
-    """Calls to another process without a result yet."""
-
     def __init__(self, send: Callable[[UtilityCall], None]) -> None:
         self._send = send
         self._ids = count(1)
         self._open: dict[int, tuple[Callable[..., Any], asyncio.Future[Any]]] = {}
-        """Method and future result, by call id."""
 
     def number(self) -> int:
         return next(self._ids)
@@ -175,7 +160,7 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """The future gets the method's result or its error. A cancelled future is forgotten."""
+        """The future gets the result or error. A cancelled one is forgotten."""
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
@@ -184,7 +169,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Return a result's value, or None for an error or a call that is no longer awaited."""
+        """Returns None for an error, or for a call that nobody awaits."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

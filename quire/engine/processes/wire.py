@@ -9,18 +9,18 @@ from quire.engine.common import clock
 from quire.engine.common.errors import EngineError
 
 MOST_IN_TURN = 16
-"""Messages received before other tasks get a turn."""
+"""Messages after which other tasks get a turn."""
 LONGEST_TURN = 0.01
 """Seconds after which other tasks get a turn."""
 
 
 class Wire:
-    """A ZeroMQ socket between two of our processes on one machine. Its queues are unlimited, so sending never blocks.
-    Messages to an ended process are dropped.
+    """A ZeroMQ socket between two processes on one machine. Its queues are unlimited, so sending never blocks. Messages
+    to an ended process are dropped.
     """
 
     def __init__(self, kind: int, *, linger_ms: int = 0, identity: bytes = b"") -> None:
-        """linger_ms: time for the last message when the wire is closed."""
+        """`linger_ms`: time for the last message after closing."""
         self._socket = zmq.asyncio.Context.instance().socket(kind)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, linger_ms)):
             self._socket.set(option, value)
@@ -29,7 +29,6 @@ class Wire:
         if kind == zmq.ROUTER:
             self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start reports that over another connection
         self._in_turn = 0
-        """Messages received in this turn of the event loop."""
         self._turn_began = 0.0
         self.close = self._socket.close
         self.connect = self._socket.connect
@@ -45,16 +44,13 @@ class Wire:
         self._socket.send_multipart(frames)  # never blocks: the returned future is already done
 
     async def receive(self) -> list[bytes]:
-        """Return the next message's frames.
-
-        Several waiting messages are received in one turn of the event loop, so a server that lags behind its engine
-        sends the tokens of several steps together. MOST_IN_TURN and LONGEST_TURN limit the turn, because the caller
-        handles each message before it asks for the next.
+        """Returns the next message's frames. One turn of the event loop receives several waiting messages, so a server
+        that lags behind its engine sends several steps' tokens together. MOST_IN_TURN and LONGEST_TURN limit the turn.
         """
         is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
         if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._in_turn = 0
-            await asyncio.sleep(0)  # receiving a message that has already arrived does not let other tasks run
+            await asyncio.sleep(0)  # receiving a waiting message does not let other tasks run
         frames: list[bytes] = await self._socket.recv_multipart()
         if not self._in_turn:
             self._turn_began = clock.monotonic()

@@ -1,5 +1,5 @@
-"""Hashes of a model and its code, for receipts. Weights are hashed when the first receipt needs it, at about a second
-per GiB. Files changed meanwhile have no hash, because the loaded content is unknown.
+"""Hashes of a model and its code, for receipts. Weights are hashed when needed, at about a second per GiB. Files
+changed meanwhile get no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class ModelHasher:
         )
 
     async def _get_fixed_hashes(self) -> tuple[str, str, str, str]:
-        """See hash_all_but_weights."""
         if self._fixed_hashes is None:
             self._fixed_hashes = asyncio.create_task(
                 asyncio.to_thread(hash_all_but_weights, self._config, self._tokenizer)
@@ -91,14 +90,12 @@ class ModelHasher:
         return None if content_hash is None else content_hash.hex()
 
     def _weight_files_of_version(self, version: str) -> WeightFiles | None:
-        """None if given as tensors or deleted."""
         if (path := self._paths.get(version)) is None:
             return None
         return _weight_files_or_none(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
 
 
 def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
-    """None if deleted."""
     try:
         return WeightFiles(config)
     except ModelError:
@@ -106,7 +103,6 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
-    """Hashes of config.json, tokenizer, chat templates, and code."""
     model = read_config_json(ModelFiles(resolve_model_with_overrides(config)))
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()

@@ -12,13 +12,11 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Results are bit-identical if all these fields and the weights are equal."""
+    """If these and the weights are equal, so are the results, bit for bit."""
 
     quire: str
     kernels: str
-    """Hash of the installed kernels, layers and models."""
     backend: str
-    """Chosen kernels and instruction set."""
     device: str
     dtype: str
     quantization: str | None = None
@@ -28,7 +26,7 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """False: a replay may differ, because tokens depend on concurrent requests."""
+    """False: tokens depend on concurrent requests, so a replay may differ."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +37,7 @@ class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """By version; None if the weights were given as tensors, or if files changed or vanished before hashing."""
+    """Hashes by version; None if given as tensors, or if files changed or vanished before hashing."""
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,7 +53,6 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class AdapterReceipt(msgspec.Struct, frozen=True):
     name: str
     digest: str
-    """Hash of its files."""
 
     @classmethod
     def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
@@ -69,16 +66,14 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int
     """Chosen by the server if the request had none."""
     token_ids: list[int] = []
-    """Includes the token that ended the choice."""
     versions: Versions = []
     logprobs: list[float | None] | None = None
-    """None stands for minus infinity."""
+    """None: minus infinity, which JSON lacks."""
     prompt_logprobs: list[float | None] | None = None
-    """From the prompt's second token on."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """May add tokens after a stop string, which `truncated` leaves out."""
+        """May add tokens after a stop string; see `truncated`."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
@@ -86,7 +81,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
 
     def truncated(self, count: int, finish_reason: str) -> ChoiceReceipt:
-        """A copy with the first `count` tokens: those after a stop string are not part of the answer."""
+        """Tokens after a stop string are not part of the answer."""
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[:count],
@@ -99,9 +94,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
     id: str
     created: int
-    """Unix time."""
     model: str
-    """The name that the request used."""
     hashes: ReceiptHashes
     computed: ComputeInfo
     adapter: AdapterReceipt | None
@@ -110,7 +103,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why the receipt cannot be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -139,7 +131,6 @@ def parse_receipt_json(content: bytes) -> Receipt:
 
 
 def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
-    """True if each token has a version, and a log probability if there are any."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
         return False
@@ -147,7 +138,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Finds receipts in responses, stream events and lines of a batch's output."""
+    """Also finds it in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:
@@ -158,7 +149,6 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
-    """None for minus infinity, which JSON lacks."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

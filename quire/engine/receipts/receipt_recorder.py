@@ -8,10 +8,7 @@ from quire.engine.receipts.receipt import ChoiceReceipt
 
 
 class ReceiptRecorder(WrappedOutputs):
-    """Records outputs on their way to the reader."""
-
     def __init__(self, outputs: OutputSource, requests: Sequence[EngineCoreRequest]) -> None:
-        """`requests`: one per choice, by index."""
         super().__init__(outputs)
         versions = outputs.record_versions()
         self._receipts_by_id = {
@@ -33,7 +30,6 @@ class ReceiptRecorder(WrappedOutputs):
             self._receipts_by_id[output.id].add_output(output)
 
     def choice_receipts(self, choices: Iterable[tuple[int, str]]) -> list[ChoiceReceipt]:
-        """The receipts so far. `choices`: number of used tokens and finish reason of each choice."""
         return [
             receipt.truncated(count, reason)
             for receipt, (count, reason) in zip(self._receipts_by_id.values(), choices, strict=True)

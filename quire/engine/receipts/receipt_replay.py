@@ -28,24 +28,21 @@ class ReplayVerdict:
     id: str
     outcome: ReplayOutcome
     what: str
-    """The first difference, the reason of a refusal, or what was compared."""
+    """The first difference, the reason for a refusal, or what was compared."""
     tokens: int = 0
-    """Tokens computed again and compared."""
     warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """With exactly one version of the weights."""
+    """They contain exactly one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
-    """Keyed by digest."""
     images: Mapping[str, Image]
-    """Keyed by hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -55,7 +52,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """Tokens [begin, end), computed by one version of the weights."""
+    """The range [begin, end) of tokens, computed by one version of the weights."""
 
     choice: ChoiceReceipt
     begin: int
@@ -63,7 +60,6 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Recompute the tokens of the model's own weights. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -89,7 +85,6 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
-    """None: the model can recompute these answers."""
     if receipt.irreproducible:
         return receipt.irreproducible
     different_files = [
@@ -137,7 +132,6 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
-    """Spans must not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:
@@ -147,7 +141,6 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """ "" if nothing that may change bits differs."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -157,7 +150,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Also returns the number of tokens that other weights computed."""
+    """Also returns the number of other weights' tokens."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -173,7 +166,6 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """Return the first difference. Raises InvalidRequest."""
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     request = _make_replay_request(receipt, segment, model)
     stream = client.submit([request], request.id)
@@ -212,7 +204,6 @@ async def _replay_and_compare_segment(
 
 
 def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: ReplayModel) -> EngineCoreRequest:
-    """Starts after the tokens that other weights computed."""
     choice, prompt = segment.choice, receipt.choice_prompt(segment.choice)
     digests = dict.fromkeys(digest for _, _, digest in prompt.images)
     return EngineCoreRequest(
@@ -228,7 +219,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """None if equal. If one is a prefix of the other, the shorter one's length."""
+    """Returns None if both are equal; the shorter length if one is the other's prefix."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

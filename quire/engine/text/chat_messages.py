@@ -7,12 +7,11 @@ from typing import Any
 Content = str | list[dict[str, Any]]
 IMAGE_PART_TYPES = ("image", "image_pil", "image_url")
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Not allowed in chat_template_kwargs."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
-    """None becomes "": templates concatenate content unchecked."""
+    """None becomes "", because templates concatenate content unchecked."""
     if not any(part.get("type") in IMAGE_PART_TYPES for part in parts or ()):
         return "\n".join(map(part_text, parts or ()))
     return [
@@ -33,7 +32,6 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
-    """Omits empty contents."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)
@@ -45,7 +43,7 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
-    """Fill all reasoning fields. Convert tool arguments to objects, or to JSON strings with `text_arguments`."""
+    """Fills all reasoning fields. Tool arguments become objects, or JSON strings with `text_arguments`."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}
     if not result.get("tool_calls"):
@@ -59,7 +57,6 @@ def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) 
 
 
 def _convert_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Keeps a string that is not JSON."""
     function = call.get("function")
     if not isinstance(function, dict) or isinstance(function.get("arguments"), str) is as_text:
         return call

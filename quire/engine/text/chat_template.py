@@ -34,13 +34,13 @@ from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, Te
 from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descriptions, put_tools_in_system_message
 
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
-"""Default to "": templates concatenate them, but some tokenizers lack them."""
+"""Missing ones are "", because templates concatenate them."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the final message's end, as in transformers."""
+"""Ends the final message, as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Per rendering of a few made-up messages."""
+"""Enough to render a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""After this many probes above the step limit, probing ends."""
+"""Probing stops after this many probes that exceed the step limit."""
 
 
 class ChatRenderer:
@@ -54,7 +54,9 @@ class ChatRenderer:
         content_format: Literal["auto", "string", "openai"] = "auto",
         adapt_conversations: bool = True,
     ) -> None:
-        """`variables`: defaults for `render`. Raises ModelError for a template that is invalid Jinja or never ends."""
+        """`variables` are defaults for `render`. Raises ModelError for a template that is invalid Jinja or
+        never ends.
+        """
         self._variables, self._content_format = dict(variables or {}), content_format
         self._environment = _make_environment()
         self._allow_unknown_roles = allow_unknown_roles
@@ -151,7 +153,6 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises InvalidRequest if the template refuses."""
         turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
         tools = tools if self.capabilities.shows_tools else None
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
@@ -174,8 +175,8 @@ class ChatRenderer:
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """Describe tools in the system message if the template does not show them, or `always`. `call_format`: an
-        example of a call.
+        """Describes tools in the system message if the template does not show them, or `always`. `call_format`: an
+        example.
         """
         renderer = copy(self)
         renderer.__dict__.pop("_planner", None)
@@ -206,7 +207,6 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
-        """None: refused."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
@@ -218,10 +218,7 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Return messages, whether Quire inserted one to describe tools, and tools for the template.
-
-        If the template does not show tools, a message describes them.
-        """
+        """Returns messages, whether one was inserted to describe tools, and the template's tools."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -276,7 +273,7 @@ class ChatRenderer:
             ) from error
 
     def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
-        """Raise ModelError if a short message exceeds the limit."""
+        """Raises ModelError if a short message exceeds the limit."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
@@ -287,9 +284,7 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Return "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest if
-        there is none.
-        """
+        """Prefers "tool_use" for a request with tools, else takes "default". Raises InvalidRequest if there is none."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -301,7 +296,7 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Cut like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the unchanged message."""
+    """Cuts as transformers does. Raises InvalidRequest if the text lacks the unchanged message."""
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
@@ -328,7 +323,7 @@ class ReadOnlyList(list[Any]):
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """Templates may change their own lists, unlike in transformers: Kimi K2's collects call ids."""
+    """Unlike in transformers, templates may change their own lists: Kimi K2's collects call ids."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")

@@ -24,11 +24,10 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     num_used_ids: int
     """Fewer than pushed only after a stop string."""
     stop_string: str | None = None
-    """If set, no more ids may be pushed."""
 
 
 class StopStringMatcher:
-    """The first completed stop string ends the text; if one character completes two, the longer. Possible beginnings
+    """The first completed stop string ends the text; of two completed by one character, the longer. Possible beginnings
     are held back.
     """
 
@@ -39,7 +38,7 @@ class StopStringMatcher:
         self.held_back = ""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
-        """Return text to emit, and the stop string that ended it."""
+        """Returns text to emit, and the stop string that ended it."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -59,7 +58,7 @@ class StopStringMatcher:
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Start of the longest suffix that begins a stop string; else the text's length."""
+        """Returns where a suffix of the text begins a stop string, or the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
             at = bisect_left(self._stop_strings, suffix)
@@ -69,9 +68,9 @@ class StopStringMatcher:
 
 
 class IncrementalDetokenizer:
-    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part; without prompt ids
-    to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. The first `min_tokens` tokens are not
-    searched for stop strings.
+    """For valid text, the deltas join to `tokenizer.decode(ids)`; with prompt ids, to the part of
+    `tokenizer.decode(prompt_ids + ids)` after the prompt. A character unfinished at the end becomes U+FFFD. Stop
+    strings are not searched in the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -86,18 +85,17 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are never skipped. offsets=False: deltas have none."""
+        """`shown_ids` are never skipped. `offsets` False: deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Coming tokens in which stop strings do not count."""
+        """Number of coming tokens in which stop strings do not count."""
         self._num_emitted = 0
-        """Characters emitted."""
         self._num_decoded = 0
         """Characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """Characters of the whole text before each token not yet emitted."""
+        """Start of each token not yet emitted, in characters of the whole text."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """`final` emits held-back text. Must not be called after `final` or a stop string."""
@@ -165,7 +163,7 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """A prompt's last bytes that begin a character, which the answer may complete."""
+    """Returns the prompt's last bytes if they begin a character."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -181,7 +179,7 @@ def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
-    """Drop a partial character's U+FFFD: the answer holds the whole character."""
+    """Drops the U+FFFD of a character that the answer completes."""
     partial = partial_character(tokenizer, ids)
     for count in range(len(partial), 0, -1):
         if text.endswith(REPLACEMENT_CHARACTER * count):
@@ -190,12 +188,9 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
-"""A UTF-8 character has at most four bytes."""
 
 
 class ByteLevelDecoder:
-    """Tokens are byte strings, joined to UTF-8."""
-
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
         """`partial` is dropped unless the answer completes it."""
         self._token_bytes = tokenizer.token_bytes
@@ -231,7 +226,7 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 class SentencePieceDecoder:
     """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
-    U+FFFD each. Here characters are emitted once complete, so only bytes from the first wrong one on become U+FFFD.
+    U+FFFD each; here complete characters are emitted, and only bytes from the first wrong one on become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -284,8 +279,8 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """Fallback for other decoders: decodes a window with and without the new ids, and emits the difference. The window
-    starts at a character boundary.
+    """Fallback for other decoders: decodes a window, which starts at a character boundary, with and without the new
+    ids, and emits the difference.
     """
 
     PROMPT_CONTEXT_TOKENS = 6
@@ -299,7 +294,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """The prompt's text of an incomplete last character, which the answer does not contain."""
+        """The prompt's incomplete last character; the answer does not contain it."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

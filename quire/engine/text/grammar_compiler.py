@@ -1,7 +1,6 @@
-"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late: its import takes 0.2 s.
-
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late because it takes 0.2 s.
 A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for hours
-(`multipleOf: 99999999`), so a server worker process checks it first.
+(`multipleOf: 99999999`), so one of the server's workers checks it first.
 """
 
 from __future__ import annotations
@@ -27,34 +26,30 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""The engine repeats this work and computes nothing else meanwhile."""
+"""The engine repeats this work, and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
-r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields or 2,000 characters of any kind need 800,
-`\\p{L}{1,300}` 7,000.
+r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields needs 800, as do 2,000 characters of any kind;
+`\p{L}{1,300}` needs 7,000.
 """
 _MAX_LARGE_LEXERS = 16
-"""Lexers above SMALL_LEXER_STATES at a time: 330 MB if full."""
+"""330 MB if full."""
 MAX_COMPILED_BYTES = 1 << 30
-"""Grammars in use or cached, without lexers: 0.15 MB for a schema of five fields, 10 for one of 130 KB, 15 for ten
-numbers with large `multipleOf`.
-"""
+"""Excludes lexers. A schema of five fields takes 0.15 MB, one of 130 KB 10, ten numbers with large `multipleOf` 15."""
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
-"""Lower bound of a compiled grammar's size, because some C libraries do not report heap bytes."""
+"""Lower bound of a grammar's size: some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Text forced at a time. Each byte keeps 0.5 KB, and every token tokenizes it again: 256 KB would cost an answer 130
-MB, and 0.1 s a token.
+"""Each byte keeps 0.5 KB, and each token tokenizes all again: 256 KB would cost 130 MB per answer and 0.1 s per
+token.
 """
 CHECK_STACK_BYTES = 4 << 20
-"""Half the engine's stack: checked grammars do not overflow it."""
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
 _MAX_CACHED_GRAMMARS = 32
 _CHECK_TOKENS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""At most one space after a comma or colon: else a model could write spaces for ever."""
+"""Allows one space after a comma or colon: a model could write spaces forever."""
 _USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Nearly all models write JSON like this."""
 _INDENTED_WHITESPACE = {"whitespace_pattern": "[ \\n]{0,80}"}
 
 
@@ -64,12 +59,12 @@ def json_grammar(schema: Any) -> Grammar:
 
 
 def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
-    """Body of a Lark rule, `%json {…}`. `indented` allows line breaks."""
+    """Returns `%json {…}`. `indented` allows line breaks."""
     return f"%json {_dump_schema(_with_whitespace(schema, _INDENTED_WHITESPACE if indented else _COMPACT_WHITESPACE))}"
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
-    """JSON with the usual whitespace forces more text."""
+    """With the usual whitespace, grammars force more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -100,7 +95,7 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size`: the model's, which may differ from the tokenizer's."""
+    """`vocab_size` is the model's, which may differ."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
@@ -139,15 +134,13 @@ class GrammarCompiler:
             for states in (SMALL_LEXER_STATES, LARGE_LEXER_STATES)
         }
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        """Least recently used first."""
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
-        """Raises InvalidRequest for a wrong or unsupported grammar."""
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequest for a wrong or unsupported grammar, Overloaded if others use all memory."""
+        """Raises InvalidRequest for an invalid or unsupported grammar, Overloaded if others use all memory."""
         cached = self._cache.pop(grammar, None) or self._compile_and_evict_to_fit(grammar, SMALL_LEXER_STATES)
         self._cache_grammar(grammar, cached)
         return cached
@@ -155,8 +148,8 @@ class GrammarCompiler:
     def recompile_with_large_lexer(
         self, grammar: Grammar, exhausted: CompiledGrammar, *, exclusive: bool
     ) -> CompiledGrammar:
-        """Replaces the failed `exhausted`, which is not handed out again. Raises InvalidRequest if it was exclusive,
-        Overloaded at too many large lexers, and like `get_compiled`.
+        """Replaces the failed `exhausted`. Raises InvalidRequest if that was exclusive, Overloaded for too many large
+        lexers, and get_compiled's errors.
         """
         cached = self._cache.get(grammar)
         if cached is exhausted:
@@ -182,7 +175,7 @@ class GrammarCompiler:
         self, grammar: Grammar, max_lexer_states: int, *, exclusive: bool = False
     ) -> CompiledGrammar:
         matcher, size = self._compile_matcher(grammar, max_lexer_states)
-        # Capped because other threads may have allocated meanwhile.
+        # Other threads may have allocated meanwhile.
         compiled = CompiledGrammar(matcher, max_lexer_states, min(size, MAX_COMPILED_BYTES_PER_GRAMMAR), exclusive)
         self._live_grammars.add(compiled)
         for cached in list(self._cache):  # frees grammars that only the cache holds
@@ -213,15 +206,14 @@ class GrammarCompiler:
             )
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
-        """Without special tokens."""
         return self._tokenizer.tokenize_bytes(text)
 
     def bytes_of_token(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile the grammar and follow it for some tokens. Raises InvalidRequest. Callers must limit time and memory:
-        a hostile grammar can crash the process or never end.
+        """Compiles the grammar and follows it for some tokens. Callers must limit time and memory. Raises
+        InvalidRequest.
         """
         import numpy as np
 
@@ -239,7 +231,6 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
-        """The size is approximate, in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -259,7 +250,6 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Convert from llama.cpp's GBNF, which vLLM's users write."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -279,17 +269,15 @@ def _unescape_gbnf(escape: re.Match[str]) -> str:
 
 
 def check_forced_text_length(matcher: LLMatcher) -> None:
-    """Raise InvalidRequest if more than MAX_FORCED_BYTES are forced."""
     if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
         message = f"forces {size} bytes of text, at most {MAX_FORCED_BYTES}"
         raise InvalidRequest(message, param="grammar")
 
 
 def has_lexer_error(matcher: LLMatcher) -> bool:
-    """True for errors such as too many states: another lexer may succeed."""
     return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
 def error_summary(matcher: LLMatcher) -> str:
-    """Omits the parser's state, which llguidance appends after the first line."""
+    """Omits the parser's state, which follows the first line."""
     return matcher.get_error().partition("\n")[0][:300]

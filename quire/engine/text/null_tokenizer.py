@@ -1,4 +1,4 @@
-"""Token ids without text, for skip_tokenizer_init."""
+"""Serves token ids without text, for skip_tokenizer_init."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (--skip-tokeniz
 
 
 class NullTokenizer(Tokenizer):
-    """Every id decodes to nothing, and every text is refused."""
+    """Decodes every id to nothing, and refuses text."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
-        """Raises InvalidRequest for all texts."""
         if texts:
             raise InvalidRequest(f"{_NO_TOKENIZER_MESSAGE}: give token ids instead of text", param="prompt")
         return []
 
     def to_transformers(self) -> NoReturn:
-        """Raises InvalidRequest."""
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """As in vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 
@@ -48,7 +45,7 @@ def load_tokenizer(
 
 
 def check_text_params(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
-    """Without a tokenizer, raise InvalidRequest for parameters that need tokens' text."""
+    """Raises InvalidRequest for parameters that need tokens' text."""
     if not isinstance(tokenizer, NullTokenizer):
         return
     for name, value in (("stop", stop), ("structured_outputs", structured_outputs)):

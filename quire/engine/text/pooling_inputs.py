@@ -15,9 +15,8 @@ RERANKER_PROMPT_START = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""From Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
+"""Used in Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
-"""The side to cut."""
 
 
 def encode_truncated(
@@ -38,7 +37,7 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Return ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair: the
+    """Returns ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair, whose
     longer text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
@@ -83,7 +82,6 @@ def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
 
 
 def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[int, int]:
-    """The longer text loses tokens first."""
     if first + second <= max_total_tokens:
         return first, second
     shorter = min(first, second, max_total_tokens // 2)
@@ -93,7 +91,7 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """Return encodings truncated to `max_text_tokens`, and lengths of at most `max_tokens`."""
+    """Encodings truncated to `max_text_tokens`, and lengths of at most `max_tokens`."""
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

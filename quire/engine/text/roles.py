@@ -12,8 +12,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]) -> None:
-    """Raise InvalidRequest for an unknown role: most templates would write it into the prompt, and answers would be
-    worse.
+    """Raises InvalidRequest for an unknown role, because most templates would write it into the prompt, and answers
+    would be worse.
     """
     for number, message in enumerate(messages):
         role = message["role"]

@@ -1,8 +1,5 @@
-"""Structural tags: free text that contains tagged parts, which follow a schema. XGrammar 0.2 defines the format, which
-vLLM and SGLang accept too.
-
-A structural tag becomes a Lark grammar for llguidance. Free text is matched lazily, so it ends at the first trigger or
-end.
+"""Structural tags (XGrammar 0.2's format, also accepted by vLLM and SGLang): free text with tagged parts that follow a
+schema, as a Lark grammar for llguidance. Free text ends at the first trigger or end.
 """
 
 from __future__ import annotations
@@ -34,30 +31,28 @@ _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "star": ("content",),
     "repeat": ("content", "min", "max"),
 }
-"""By the format's type. Other fields are refused unless they are null, false or []."""
+"""Fields by type. Others are refused unless null, false or []."""
 _ANY_TEXT = "/(?s:.*)/"
 
 
 class StructuralTagGrammar(NamedTuple):
     lark: str
     open_objects: tuple[str, ...]
-    """JSON pointers of schema objects that allow undeclared properties."""
+    """JSON pointers of objects that allow undeclared properties."""
 
 
 class _Tag(NamedTuple):
     begin: str
     content: Mapping[str, Any]
     ends: tuple[str, ...]
-    """Empty if the content ends by itself."""
     path: str
-    """Such as format.tags[0], for error messages."""
 
 
 def structural_tag_grammar(
     value: Any, tokenizer: Tokenizer | None, close_schema: Callable[[Any], ClosedSchema]
 ) -> StructuralTagGrammar:
     """`value`: an object or JSON text with `format`, or in the older form with `structures` and `triggers`. Without a
-    tokenizer, special tokens are treated as text. Raises InvalidRequest with the path of the invalid part.
+    tokenizer, special tokens count as text. Raises InvalidRequest with the invalid part's path.
     """
     tag = _parse_json(value, "structural_tag") if isinstance(value, str) else value
     if not isinstance(tag, Mapping):
@@ -102,7 +97,7 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """By tag path: rules for what follows a tag's begin. Not sharing them would double the grammar per level."""
+        """Rules for what follows a tag's begin, by path. Without sharing, the grammar would double per level."""
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
@@ -110,7 +105,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """For formats that may end in free text, and so must know the ends that can follow."""
+        """Writers of formats that may end in free text, and so need the ends that can follow."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,
@@ -124,7 +119,6 @@ class _GrammarWriter:
         }
 
     def write(self, format: Any, ends: Sequence[str], path: str) -> str:
-        """Returns an expression for the format, followed by one of `ends`."""
         kind = _read_type(format, path)
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -244,7 +238,7 @@ class _GrammarWriter:
         return f"{first} {units}* {self._text_until(text, ends)}"
 
     def _write_triggered(self, text: str, trigger: str, tags: Sequence[_Tag]) -> str:
-        """Free text up to the trigger, then one of the tags, all of which begin with it."""
+        """Writes free text up to the trigger, then one of the tags, which begin with it."""
         for tag in tags:
             position = 0
             for part, token in self._split_at_special_tokens(tag.begin):
@@ -255,7 +249,7 @@ class _GrammarWriter:
         return f"{self._text_until(text, (trigger,))} {rests}"
 
     def _write_tag(self, tag: _Tag, skipped: int = 0) -> str:
-        """`skipped`: how many characters of the begin are already written."""
+        """The first `skipped` characters of `begin` are already written."""
         if (content := self._content_rules.get(tag.path)) is None:
             path = f"{tag.path}.content"
             content = self._content_rules[tag.path] = self._add_rule(
@@ -308,7 +302,6 @@ class _GrammarWriter:
 
 
 def _read_type(format: Any, path: str) -> str:
-    """Raises InvalidRequest, also for unsupported fields with an effect."""
     if not isinstance(format, Mapping):
         raise InvalidRequest(f"{path} must be an object with a type")
     kind = format.get("type")
@@ -321,7 +314,7 @@ def _read_type(format: Any, path: str) -> str:
 
 
 def _can_end_in_free_text(format: Any) -> bool:
-    """True if the format's end shows only in what follows it."""
+    """True if only the text that follows shows where it ends."""
     if not isinstance(format, Mapping):
         return False
     if format.get("type") == "any_text":

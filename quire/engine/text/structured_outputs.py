@@ -1,5 +1,3 @@
-"""Converts vLLM's structured outputs to grammars."""
-
 from __future__ import annotations
 
 import json
@@ -18,16 +16,15 @@ if TYPE_CHECKING:
     from quire.engine.text.tokenizer import Tokenizer
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
-"""vLLM's key and setting."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""The only backend allows at most one space."""
+"""Ignored, because the only backend allows at most one space."""
 
 
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects left open because their merged properties are undecidable."""
+    """JSON pointers of objects left open: their merged properties are undecidable."""
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -47,8 +44,8 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def constraint_grammar(
     kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
 ) -> GrammarWithOpenObjects:
-    """json's `value`: an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural tags
-    with special tokens. Raises InvalidRequest.
+    """A json `value` is an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural
+    tags. Raises InvalidRequest.
     """
     if kind == "json_object":
         if value is not True:
@@ -70,7 +67,7 @@ def constraint_grammar(
 
 
 def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
-    """A schema too long when closed stays open. Raises InvalidRequest for numbers that a grammar would round."""
+    """A schema that closing makes too long stays open. Raises InvalidRequest for numbers that a grammar would round."""
     try:
         check_exact_numbers(schema)
         schema = without_unenforced_formats(schema)

@@ -1,5 +1,5 @@
 """A Jinja sandbox against templates that never end or fill the memory. It counts steps, so the limit is the same on
-every machine. Large results are checked beforehand.
+every machine, and checks large results beforehand.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000
-"""Per rendering; about a second. Real templates need some 10 per message."""
+"""Limit per rendering, about a second. Real templates need about 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""In characters for a repetition such as `'=' * 80` or a format, in bits for a product."""
+"""Characters of a repetition such as `'=' * 80` or a format; bits of a product."""
 _SIZE_PER_STEP = 64
-"""Characters or list entries: 128 million per rendering."""
+"""Characters or list entries per step, so 128 million per rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
 _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
 """Results can be as large as the product of two arguments."""
@@ -30,7 +30,7 @@ _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
 """Results are as large as all nested values; a list can hold another twice."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""Running a body costs one more step per this many characters or syntax nodes."""
+"""Characters or syntax nodes of a body for which each run costs one more step."""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
@@ -60,7 +60,7 @@ class _StepBudget:
         return "".join(str(self.charge_value(part)) for part in parts)
 
     def _value_size(self, value: Any) -> int:
-        """In characters and entries; stops above the budget."""
+        """Counts characters and entries; stops above the budget."""
         size, rest = 0, [value]
         while rest and size <= self._steps_left * _SIZE_PER_STEP:
             one = rest.pop()
@@ -74,11 +74,11 @@ class _StepBudget:
 
 
 _CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
-"""Out of templates' reach: one could raise its own budget."""
+"""Templates cannot reach it, and so cannot raise their budget."""
 
 
 class _BoundedIterable:
-    """Counts rounds. Has the original's length, if any, for `loop.length`."""
+    """Counts rounds. Keeps the original's length, if any, for `loop.length`."""
 
     def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
         self._values = values
@@ -95,8 +95,6 @@ class _BoundedIterable:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Render templates with `render_template`."""
-
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
@@ -148,7 +146,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Mangled names leave all keywords to templates' calls."""
+        """The parameters' mangled names leave all other names to templates."""
         budget = _CURRENT_BUDGET.get()
         budget.spend_steps(_STEPS_PER_CALL)
         method = getattr(__obj, "__wrapped__", __obj)
@@ -197,13 +195,11 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
-    """Templates cannot replace or name this call."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
 
 def _extra_steps_of_body(body: list[nodes.Node]) -> int:
-    """Steps per run of the body. Inner loops count their own."""
     text = num_nodes = 0
     rest: list[nodes.Node] = [*body]
     while rest:
@@ -224,7 +220,7 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
-    """In elements or bits; 0 if it cannot be large."""
+    """Returns elements or bits; 0 if the result cannot be large."""
     if operator == "%":
         return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):
@@ -234,7 +230,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """Above MAX_RESULT_SIZE if an argument gives a width."""
+    """Returns more than MAX_RESULT_SIZE if an argument gives a width."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
@@ -242,7 +238,7 @@ def _total_format_width(text: Any) -> int:
 
 
 def _result_size_upper_bound(name: str, *values: Any) -> int:
-    """Product of the two largest numbers or lengths."""
+    """Returns the product of the two largest numbers or lengths."""
     if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
         text, old, new = values[:3]
         return (len(text) // max(len(old), 1) + 1) * len(new)

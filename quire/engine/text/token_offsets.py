@@ -10,13 +10,12 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Shows special tokens. Offsets are in characters."""
     delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
     return delta.text, list(delta.offsets)
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Offsets are in characters and never decrease. Added tokens such as BOS begin where the next token does."""
+    """Returns offsets in characters, never decreasing. Added tokens such as BOS begin where the next token does."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
@@ -35,9 +34,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Starts are those in the original text. The post-processor, which adds special tokens and may exclude a word's
-    space, is left out.
-    """
+    """Positions are in the original text. The post-processor, left out, may exclude a word's space."""
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         bare.normalizer = backend.normalizer

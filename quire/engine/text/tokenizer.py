@@ -1,4 +1,4 @@
-"""Uses the tokenizers library, and transformers, whose import takes seconds, only without a tokenizer.json."""
+"""Uses the tokenizers library. Imports transformers, which takes seconds, only without a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DecoderType(Enum):
     SENTENCE_PIECE = "sentence_piece"
     """Llama 2: U+2581 stands for a space, `<0xE2>` for a byte."""
     OTHER = "other"
-    """Only the tokenizers library can decode it."""
+    """Only the tokenizers library decodes it."""
 
 
 class Tokenizer:
@@ -63,17 +63,14 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """`eos_token_ids` None: `eos_token`. Texts with tokens beyond `model_vocab_size` are refused."""
+        """`eos_token_ids` None means `eos_token`. Tokens beyond `model_vocab_size` are refused."""
         self.backend = backend
         self.config = dict(config or {})
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
-        """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """Keyed by role (bos_token, eos_token, ...): variables of chat templates."""
         self.chat_templates = dict(chat_templates)
-        """Jinja sources; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
         eos = self._special_token_id("eos_token")
         default_eos_ids = () if eos is None else (eos,)
@@ -94,8 +91,8 @@ class Tokenizer:
         model_vocab_size: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Tokenizer:
-        """Read a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a missing
-        or unreadable tokenizer, ConfigError for an unreadable template file.
+        """Reads a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a
+        missing or unreadable tokenizer, ConfigError for an unreadable template file.
         """
         path = Path(path)
         files = ModelFiles(path)
@@ -139,7 +136,6 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Includes added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -167,7 +163,7 @@ class Tokenizer:
             raise InvalidRequest("the tokenizer failed on this text", param="prompt") from None
 
     def require_model_token_ids(self, ids: list[int]) -> list[int]:
-        """Raise InvalidRequest for an id that would end the engine."""
+        """Raises InvalidRequest for an id that would end the engine."""
         if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
             message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
             raise InvalidRequest(message, param="prompt")
@@ -186,18 +182,17 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """Parts with their token's id; None for text in between."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     @cached_property
     def added_token_pattern(self) -> re.Pattern[str] | None:
-        """Tokens such as `<|im_end|>`, found before all others."""
+        """Matches tokens such as `<|im_end|>`, which the tokenizer splits off before all others."""
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Vocabulary string such as `Ġhello` or `▁hello`; None outside."""
+        """Returns a vocabulary entry such as `Ġhello` or `▁hello`, or None."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -208,7 +203,6 @@ class Tokenizer:
         return cached
 
     def list_token_bytes(self) -> list[bytes]:
-        """`token_bytes` of all ids. Keeps nothing."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         texts = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
@@ -216,7 +210,7 @@ class Tokenizer:
         return texts
 
     def token_display_text(self, token_id: int) -> str:
-        r"""Partial characters are written like OpenAI's `\xe2\x82`."""
+        r"""Writes bytes of partial characters as OpenAI does: `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)
@@ -242,7 +236,6 @@ class Tokenizer:
 
 
 def fallback_byte(token: str) -> int | None:
-    """Byte of a SentencePiece token such as `<0xE2>`."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -262,8 +255,6 @@ BYTE_DECODER = _make_byte_decoder()
 
 
 class _ByteTable(dict[int, int]):
-    """For str.translate."""
-
     def __missing__(self, key: int) -> int:
         return 0x100  # no byte
 
@@ -272,7 +263,7 @@ _BYTE_TABLE = _ByteTable({ord(character): byte for character, byte in BYTE_DECOD
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Matches the longest special token: alternatives are sorted, since a regex takes the first that fits."""
+    """Tries the longest tokens first, because a regex takes the first alternative that fits."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
@@ -311,7 +302,6 @@ def _wrap_library_errors(name: str) -> Iterator[None]:
 
 
 def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
-    """Added tokens load more slowly than others."""
     count = content.count(b'"single_word"')  # occurs once per added token
     if count >= ADDED_TOKENS_WARNING_THRESHOLD:
         seconds = count * _SECONDS_PER_ADDED_TOKEN
@@ -321,7 +311,7 @@ def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Like transformers, add tokens that only tokenizer_config.json lists, and make tokens with a role special."""
+    """Like transformers, adds tokens that only tokenizer_config.json lists, and makes tokens with a role special."""
     known = backend.get_added_tokens_decoder()
     listed: dict[int, dict[str, Any]] = config.get("added_tokens_decoder") or {}
     new = [

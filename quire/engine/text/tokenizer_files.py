@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-"""Models' templates have about 10 KB. Compiling this takes seconds."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -39,10 +38,6 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json, which may have other `*_token`
-    entries.
-    """
-
     bos_token: _SpecialToken
     eos_token: _SpecialToken
     unk_token: _SpecialToken
@@ -55,7 +50,7 @@ class _TokenizerConfigFields(TypedDict, total=False):
 
 
 def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
-    """{} without a file. Checks known fields. Raises ModelError."""
+    """Returns {} without a file. Raises ModelError."""
     content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
     return {**content, **convert_parsed_json(content, _TokenizerConfigFields, files.file_label(name))}
 
@@ -71,17 +66,15 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Keyed by role (bos_token, eos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises
-    ModelError.
-    """
-    # Some models have an empty special_tokens_map.json, which transformers accepts.
+    """Keys are roles (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises ModelError."""
+    # Some models have an empty file, which transformers accepts.
     empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
     special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
     return special_tokens_from_config(special_map) | special_tokens_from_config(tokenizer_config)
 
 
 def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
-    """Anything with a brace is source."""
+    """A text that contains a brace is source."""
     try:
         return {
             "default": path_or_source
@@ -93,7 +86,7 @@ def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
 
 
 def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
-    """Separate files override tokenizer_config.json, as in transformers."""
+    """As in transformers, separate files override tokenizer_config.json."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):
@@ -124,11 +117,10 @@ def read_eos_token_ids(
     tokenizer: ModelFiles | None = None,
     chat_template: str | None = None,
 ) -> tuple[int, ...]:
-    """Return all tokens that end an answer: those in generation_config.json and config.json (for GGUF, in the header),
-    the tokenizer's `eos_token`, and the token that ends an assistant's turn in the chat template.
-
-    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of a separate tokenizer. `chat_template`: see
-    templates_from_path_or_source. Ignores broken files; other readers report them.
+    """Returns all tokens that end an answer: those of generation_config.json and config.json (or the GGUF header),
+    `eos_token`, and the one that ends an assistant's turn in the chat template. `vocab_size`: the model's; larger ids
+    are dropped. `tokenizer`: files of a separate one. `chat_template`: see templates_from_path_or_source. Broken files
+    are ignored, because other readers report them.
     """
     ids: list[int] = []
     for content in (
@@ -175,15 +167,13 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """Only special tokens' ids: loading everything takes a second."""
+    """Loads only special tokens' ids, because more takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()
 
 
 class _SpecialTokenReader:
-    """Raises ModelError for unreadable files."""
-
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
         self._special_tokens = read_special_tokens(files, config)
@@ -211,16 +201,14 @@ class _SpecialTokenReader:
         if isinstance(vocab, dict):
             token_id = vocab.get(token)
             return token_id if type(token_id) is int else None
-        # Pairs of token and score, by id.
         pairs = enumerate(vocab if isinstance(vocab, list) else ())
         return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
-        """Return the special token directly after an assistant's text, if it always ends the turn.
-
-        It must be the same after the last message and before a user's. This excludes harmony's `<|return|>` and tokens
-        that begin the user's turn. Also excluded are tokens between parts of an answer, `<|end|>` if the vocabulary has
-        harmony's end tokens, and a token directly before one of `ends`.
+        """Returns the special token directly after an assistant's text, if it always ends the turn: it must be the same
+        after the last message and before a user's. That excludes harmony's `<|return|>` and tokens that begin the
+        user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has harmony's end
+        tokens, and a token directly before one of `ends`.
         """
         from quire.engine.text.chat_template import (
             ChatRenderer,  # imports Jinja, which most callers do not need
@@ -256,7 +244,6 @@ _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_N
 
 
 def _text_between(text: str, begin: str, end: str) -> str:
-    """Empty if they do not follow one another."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 
@@ -269,7 +256,6 @@ def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]])
 
 
 def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
-    """`tokens`: sorted longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
     while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
         run.append(next_token)

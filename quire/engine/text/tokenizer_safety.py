@@ -1,5 +1,5 @@
 """Finds tokenizer patterns that take exponential time. The tokenizers library backtracks, cannot be interrupted, and
-panics after ten million steps at one place. A separate process tries patterns, and ends if they take too long.
+panics after ten million steps, so a separate process tries patterns, and ends if they take too long.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MAX_CPU_SECONDS = 2.0
-"""Per check. Usual patterns take milliseconds."""
+"""Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
-"""Wall-clock time, even on a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
-"""Address space of the process."""
 _PROBE_LENGTHS = (16, 48, 400)
-"""The first two show exponential time, the last a high power of the length."""
+"""The first two reveal exponential time, the last a high power of the length."""
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
 _REPEAT = re.compile(r"(?:[*+]|\{\d*,\d*\})[+?]?")
 _MAX_SAFE_REPEATS = 2
-"""Time grows at most with this power of the length, as in usual models."""
+"""With this many repeats, time grows at most with this power of the length."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
-"""A pattern's characters that probe texts consist of."""
 
 
 def check_regexes(backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelError for a regular expression that is slow on short texts."""
+    """Raises ModelError for a regular expression that is slow on short texts."""
     suspects = [pattern for pattern in _find_regexes(backend) if is_suspicious_regex(pattern)]
     if not suspects:
         return
@@ -68,7 +65,7 @@ def check_regexes(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelError if normalization can lengthen texts over _MAX_GROWTH times."""
+    """Raises ModelError if normalization can lengthen texts over _MAX_GROWTH times."""
     if backend.normalizer is None:
         return
     texts = _keys_and_string_values(json.loads(backend.normalizer.__getstate__()))
@@ -101,8 +98,8 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Repeat one or two characters, then break the match. Some texts have all of the pattern's characters: the library
-    skips a text that lacks a required one.
+    """Repeats one or two characters, then breaks the match. Some texts contain every character of the pattern, because
+    the library skips texts that lack a required one.
     """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
     characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]
@@ -124,7 +121,7 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 
 def main() -> None:
-    """Print a line before trying each pattern of a JSON list. A signal ends the process at a slow one."""
+    """Prints a line before trying each pattern of a JSON list. A slow one ends the process."""
     import tokenizers  # here, because the module's other users need no tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -28,10 +28,7 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """Describe the tools at the end of a first system message, or in a new one.
-
-    `call_format`: how the model must write a call.
-    """
+    """Uses the end of a first system message, or a new one. `call_format`: how a call is written."""
     tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
     first = messages[0] if messages else {}
@@ -68,7 +65,7 @@ def fill_missing_descriptions(
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Merge consecutive results and a following user message: templates may require alternating roles."""
+    """Merges consecutive results and a following user message: templates may require alternating roles."""
     result: list[Message] = []
     open_results = False
     for message in messages:

@@ -33,7 +33,6 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Also releases the prompts' share of the budget."""
         self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
@@ -53,7 +52,7 @@ class Admission:
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Call before the body is read, to spare an overloaded server. Raises Overloaded."""
+        """Called before the body is read, to spare an overloaded server. Raises Overloaded."""
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -120,7 +119,7 @@ class ModelRoute(APIRoute):
 
     needs_awake: ClassVar[bool] = True
     names_model: ClassVar[bool] = True
-    """False: any loaded model serves the request."""
+    """If False, any loaded model serves the request."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         dispatch = scope["app"].state.server.models.dispatch_request
@@ -134,7 +133,7 @@ class EngineOptionalRoute(ModelRoute):
 
 
 class RateLimitedRoute(EngineOptionalRoute):
-    """Counts requests before their bodies are read, and sends x-ratelimit headers."""
+    """Counts requests before their bodies are read; answers get x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -154,7 +153,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """For data of the whole server, whichever model made it."""
+    """A route to data of the whole server, whichever model made it."""
 
     names_model = False
 

@@ -31,7 +31,6 @@ class AllowedHosts:
     """Enforced if the server has no API keys and listens on loopback only."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for invalid names."""
         self._allowed = [_parse_host_pattern(name) for name in config.allowed_hosts]
         self._has_api_keys = config.has_api_keys
         self._is_enforced = False
@@ -40,7 +39,9 @@ class AllowedHosts:
         self._is_enforced = not self._has_api_keys and all(map(is_loopback_listener, listeners))
 
     def find_refused_host(self, scope: Scope) -> str | None:
-        """Requests without Host pass: HTTP/1.0 programs send them, browsers never do. X-Forwarded-Host is ignored."""
+        """Requests without Host pass, because browsers always send it; HTTP/1.0 programs do not. X-Forwarded-Host is
+        ignored.
+        """
         if not self._is_enforced:
             return None
         return next((host for host in host_header_values(scope) if not self._is_allowed(host)), None)
@@ -53,8 +54,6 @@ class AllowedHosts:
 
 
 class AllowedHostsMiddleware:
-    """Answers 403 for other hosts."""
-
     def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
         self._app = app
         self._hosts = hosts
@@ -81,7 +80,6 @@ def host_header_values(scope: Scope) -> list[str]:
 
 
 def _parse_host_pattern(name: str) -> str:
-    """Returns lower case. Raises ConfigError."""
     lowered = name.strip().lower().removesuffix(".")
     try:
         return str(ip_address(lowered.strip("[]")))

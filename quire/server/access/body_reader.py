@@ -20,16 +20,15 @@ from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Smaller bodies are free: the connection's buffer is as large."""
+"""Smaller bodies are free, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
-"""Scope key for a body that an outer application has read."""
+"""Scope key of a body that an outer application has read."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
-    """Tenant name; "" without keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -42,15 +41,12 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
-    """In seconds."""
-
     wait_seconds: float = 10.0
-    """Longest wait for room in the budget."""
     check_interval: float = 0.5
     slow_after: float = 2.0
-    """While others wait, a body older than this must be on pace to arrive within half of `wait_seconds`."""
+    """After this time, while others wait, a body must be on pace to arrive within half of `wait_seconds`."""
     total_seconds: float = 300.0
-    """Per body: 16 MiB at 56 KiB/s. Slower senders would keep their share for hours."""
+    """Allows 16 MiB at 56 KiB/s. Slower senders could keep their share for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at
@@ -72,7 +68,7 @@ class BodyReader:
         self._open_bodies: set[BodyBuffer] = set()
         self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
         self._decode_slots = FairSemaphore(1)
-        """One, because decoders' memory is not in the budget."""
+        """One slot, because decoders' memory is not in the budget."""
         self._last_cut_at = 0.0
         """Event loop time."""
 
@@ -82,11 +78,9 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yield the whole decoded body and hold its budget during the block. A body in the scope is not read again.
-        `json=False` accepts any content type.
-
-        Raises HTTPException if the body is too large, too slow or in an unknown encoding, InvalidRequest if it is not
-        JSON or badly encoded, Overloaded, and ClientDisconnect.
+        """Yields the whole decoded body and holds its budget during the block. A body in the scope is not read again.
+        `json` False accepts any content type. Raises HTTPException if the body is too large, too slow or in an unknown
+        encoding, InvalidRequest if it is not JSON or badly encoded, Overloaded, and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -144,7 +138,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decode twice, first for the size, so that no decoder waits for room."""
+        """Decodes twice, first only for the size, so that no decoder waits for room."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))

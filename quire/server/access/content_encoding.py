@@ -16,15 +16,13 @@ from quire.engine.common.errors import InvalidRequest
 
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
-"""Output limit of a step."""
 _INPUT_BYTES = 16 * 1024
-"""Input limit of a step: empty blocks of this size take 4 ms."""
+"""Input limit of a step. Empty blocks of this size take 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
-"""Limit of one run in a thread."""
 MAX_LAYERS = 3
 MAX_MEMBERS = 4096
-"""gzip members or zstd frames per body. Even empty ones take time."""
+"""Limit of gzip members or zstd frames per body, because even empty ones take time."""
 _ENCODING_ALIASES = {"x-gzip": "gzip"}
 _WINDOW_LOG = 23
 """Limits a zstd decoder to 8 MiB, the most that RFC 9659 allows clients."""
@@ -32,7 +30,9 @@ _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """In order of application. Raises HTTPException if unsupported, InvalidRequest for more than MAX_LAYERS."""
+    """Returns encodings in order of application. Raises HTTPException for unknown ones, InvalidRequest for more than
+    MAX_LAYERS.
+    """
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
         _ENCODING_ALIASES.get(name, name) for entry in listed if (name := entry.strip()) not in ("", "identity")
@@ -56,7 +56,7 @@ class BodyTooLarge(Exception):
 
 class BodyDecoder:
     def __init__(self, encodings: list[str], max_bytes: int) -> None:
-        """`max_bytes`: limit of the body and of each encoded form."""
+        """`max_bytes` limits the body and each encoded form."""
         self._layers = [_EncodingLayer(name, max_bytes) for name in reversed(encodings)]
         self._remaining_bytes = max_bytes
 
@@ -79,20 +79,17 @@ class BodyDecoder:
                     yield part
 
     def check_complete(self) -> None:
-        """Raises InvalidRequest for a truncated body."""
         for layer in self._layers:
             layer.check_layer_complete()
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Empty parts are dropped."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
 def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
-    """None after the last part."""
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:
@@ -146,8 +143,6 @@ class _EncodingLayer:
 
 
 class _SingleMemberGzipDecompressor:
-    """Gives zlib ZstdDecompressor's interface."""
-
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(_GZIP_WBITS)
         self._unconsumed = b""

@@ -32,7 +32,7 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class WebSocketOriginMiddleware:
-    """Answers 403 to WebSockets from web pages of foreign origins, because browsers do not apply CORS to WebSockets."""
+    """Answers 403 to WebSockets from foreign web pages, because browsers do not apply CORS to WebSockets."""
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
         self._app = app
@@ -46,7 +46,7 @@ class WebSocketOriginMiddleware:
         await error_response(scope["path"], failure)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Programs send no origin. A proxy may have changed the scheme."""
+        """Programs send no origin, and proxies may change the scheme."""
         if "*" in self._allowed_origins:
             return True
         same_host_suffix = f"://{headers.get('host', '').lower()}"

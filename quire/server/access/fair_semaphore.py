@@ -15,12 +15,10 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """The next slot goes to the owner with the fewest slots, then to the least recently served. Owners are tenant
-    names; "" without keys.
-    """
+    """The next slot goes to the owner that holds the fewest; of several, to the least recently served."""
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
-        """`reserves_for_others`: an owner must leave others as many slots as it takes. For long work."""
+        """`reserves_for_others`: an owner must leave others as many slots as it takes. Meant for long work."""
         self._slots_in_use = BytesByOwner()
         self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots
@@ -28,7 +26,6 @@ class FairSemaphore:
         self._waiters: list[_Waiter] = []
         self._num_granted = 0
         self._last_grants: dict[str, int] = {}
-        """Number of the owner's last grant, while it waits or holds a slot."""
 
     @asynccontextmanager
     async def hold_slot(self, owner: str) -> AsyncIterator[None]:

@@ -18,7 +18,6 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
 FAIRNESS_HEADER, OBJECTIVE_HEADER = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 PRIORITY_SCOPE_KEY = "quire.priority"
-"""Scope key for the server's own requests."""
 
 
 class TrustedGateways:
@@ -38,14 +37,13 @@ class TrustedGateways:
             self._priorities[name] = int(priority)
 
     def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """A named user has its own share of the engine; everything else is the key's."""
+        """Gives a named user a separate share of the engine; everything else is the key's."""
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)
         if name is None or re.fullmatch(SAFE_ID_PATTERN, name) is None:
             return tenant
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        """None if unknown."""
         if (scope_priority := scope.get(PRIORITY_SCOPE_KEY)) is not None:
             return int(scope_priority)
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)

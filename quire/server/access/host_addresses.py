@@ -26,7 +26,6 @@ def normalize_host(host: str) -> str | None:
 
 
 def _normalize_address(text: str) -> str | None:
-    """None if it is not an IP address."""
     try:
         return str(ip_address(text))
     except ValueError:
@@ -34,7 +33,7 @@ def _normalize_address(text: str) -> str | None:
 
 
 def is_local_or_private_host(host: str) -> bool:
-    """True for this machine and for networks unreachable from elsewhere."""
+    """True for this machine and networks unreachable from elsewhere."""
     name = normalize_host(host)
     if name is None:
         return False

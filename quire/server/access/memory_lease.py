@@ -12,7 +12,7 @@ from quire.server.shared_capacity import SharedCapacity
 MAX_LEASED_BYTES = 64 << 20
 """Sixty agents with 100 KB of echoed tools and instructions hold 18 MB."""
 MAX_LEASED_IMAGE_BYTES = 512 << 20
-"""Added for image models: a high-resolution image takes 13 MB until its answer ends."""
+"""Limit for image models. A high-resolution image takes 13 MB until its answer ends."""
 _LEASE_SCOPE_KEY = "quire.hold"
 
 

@@ -5,9 +5,9 @@ PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 METRICS_PATH = "/metrics"
 """Also accepts a --metrics-api-key."""
 WEB_PREFIX = "/web/"
-"""No secrets; the page asks for a key."""
+"""Contains no secrets; the page asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Operators' routes; they need an admin's key if there are keys."""
+"""Operators' routes, which need an admin's key if there are keys."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -25,9 +25,8 @@ ADMIN_PATHS = frozenset(
         "/collective_rpc",
     }
 )
-"""Further routes under the rule of ADMIN_PREFIX."""
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Without keys, only programs on this machine may use these; web pages may not."""
+"""Without keys, these serve programs on this machine, but no web pages."""
 
 
 def is_public_path(path: str) -> bool:

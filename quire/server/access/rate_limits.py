@@ -10,7 +10,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class TokenBucket:
-    """Holds at most a minute's amount. Withdrawing more leaves a debt."""
+    """It holds at most a minute's amount. Larger withdrawals leave a debt."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -30,7 +30,6 @@ class TokenBucket:
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """0 if it holds `amount` now."""
         return max(0.0, amount - self.level) * SECONDS_PER_MINUTE / self.per_minute
 
 
@@ -98,7 +97,6 @@ class RateLimits:
         return values
 
     def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
-        """Raises RateLimited with headers that say when to retry."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             remaining = max(0, math.floor(bucket.level))

@@ -32,16 +32,15 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A key's owner; without keys, all callers together."""
+    """Owner of a key; without keys, all callers."""
 
     name: str
     digest: bytes
     """SHA-256 of the key, which is not kept; empty without one."""
     limits: RateLimits
     weight: float = 1.0
-    """Share of the engine, relative to others."""
     priority: int | None = None
-    """Most urgent priority allowed (lower is more urgent); None: any."""
+    """The most urgent priority allowed (lower is more urgent); None: any."""
     admin: bool = False
     shares_prefixes: bool = False
     """May use other keys' cached prefixes."""
@@ -51,7 +50,6 @@ class Tenant:
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
-        """Raises InvalidRequest."""
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")
 
@@ -89,7 +87,7 @@ class Tenants:
         self.requires_key = bool(self._keyed_tenants)
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
         self.anonymous = Tenant("", b"", limits, admin=not self.requires_key)
-        """Sends all requests without keys; with keys, requests to public paths."""
+        """Tenant of requests without keys, and of public paths."""
 
     @property
     def keyed_tenants(self) -> tuple[Tenant, ...]:
@@ -108,7 +106,6 @@ class Tenants:
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 
     def _iter_key_entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
-        """Yields (tenant, entry, the key's setting)."""
         config = self._config
         for number, key in enumerate(config.admin_api_key, 1):
             yield f"admin-{number}", KeyEntry(key=key, priority=None, admin=True), "admin_api_key"

@@ -7,12 +7,11 @@ from quire.server.access.memory_lease import MemoryLease
 from quire.server.shared_capacity import SharedCapacity
 
 _MAX_BYTES = 64 << 20
-"""For waiting messages and cached responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
-    """Shared by all WebSockets. With API keys, a tenant must leave as much free for others as it uses."""
+    """Applies to all WebSockets together. With API keys, a tenant must leave others as much as it uses."""
 
     connections: SharedCapacity
     memory: SharedCapacity

@@ -37,11 +37,9 @@ class LineRequest:
     custom_id: str
     url: str
     body: bytes
-    """A JSON object."""
 
 
 def parse_line(line: str | bytes) -> LineRequest:
-    """Raises InvalidRequest."""
     try:
         entry = msgspec.json.decode(line, type=_LineEntry)
     except msgspec.ValidationError:
@@ -65,7 +63,6 @@ def parse_line(line: str | bytes) -> LineRequest:
 
 
 def encode_answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """`body`: JSON."""
     answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, encode_ascii_json(request_id), body)
     return _encode_result_line(custom_id, answer, b"null")
 
@@ -83,7 +80,6 @@ def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
 
 
 def custom_id_or_line_name(line_number: int, line: str) -> str:
-    """Without a custom_id, derive the name from the line number."""
     try:
         value = json.loads(line)["custom_id"]
     except (ValueError, KeyError, TypeError):
@@ -92,13 +88,13 @@ def custom_id_or_line_name(line_number: int, line: str) -> str:
 
 
 def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text). Numbers begin at 1 and count empty lines."""
+    """Numbers begin at 1 and count empty lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
-    """Map a custom_id to its first line. Raises ConfigError."""
+    """Maps each custom_id to its first line. Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):
@@ -109,7 +105,6 @@ def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
 
 
 def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int]:
-    """Return lines that repeat a custom_id; they fail as `line-NUMBER`."""
     return {
         number
         for number, line in read_nonempty_lines(path)

@@ -11,20 +11,17 @@ from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
 MAX_LINES = 50_000
-"""OpenAI's limit."""
 MAX_CUSTOM_ID = 512
-"""Characters."""
 _MAX_ERRORS = 100
-"""Checking stops after this many."""
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by this much of their body: equal instructions then follow one another while their prefix is
+"""Requests are sorted by this much of their body, so that equal instructions follow each other while their prefix is
 cached.
 """
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Return requests in processing order, or else all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB: call
-    it in a thread. Raises OSError.
+    """Returns requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB. Raises
+    OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -54,7 +51,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield 1-based number, byte offset and line, without a byte order mark."""
+    """Yields line number (from 1), byte offset and line, without a byte order mark."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):
@@ -68,7 +65,6 @@ def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tu
 
 
 def _check_line_request(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
-    """Raises InvalidRequest."""
     if len(job.body) > max_bytes:
         raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")
     if job.url != endpoint:

@@ -38,8 +38,8 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """Write the files of a batch that gets no more results, and end it in the same transaction. Blocks. Raises OSError
-    and sqlite3.Error; may be called again.
+    """Ends the batch in the transaction that adds its files. Blocks; may be called again. Raises OSError and
+    sqlite3.Error.
     """
     new_files: list[StoredFile] = []
     try:
@@ -54,7 +54,6 @@ def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Ba
 
 
 def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, new_files: list[StoredFile]) -> Batch:
-    """Return the ended batch; append its files to `new_files`."""
     num_unanswered = sum(1 for _ in _iter_unanswered_ids(batches, batch.id))
     status: BatchStatus = "cancelled" if batch.status == "cancelling" else "expired" if num_unanswered else "completed"
     usage = _Usage()
@@ -75,7 +74,6 @@ def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, n
 
 
 def _write_file(contents: FileContents, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
-    """None if there are no lines."""
     if (first := next(lines, None)) is None:
         return None
     file = new_file(f"{batch.id}_{name}.jsonl", _OUTPUT_PURPOSE, 0, keep_seconds=batch.keep_seconds)
@@ -102,7 +100,6 @@ def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[byt
 
 
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
-    """Yield in input order."""
     last = 0
     while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)

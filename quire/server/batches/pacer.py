@@ -1,7 +1,5 @@
-"""Limits how many batch lines run, so that other requests are hardly delayed.
-
-Lines start one by one with pauses; none starts while another request waits for its first token. Only as many run as
-hardly lengthen the measured steps.
+"""Limits how many batch lines run, so that other requests are hardly delayed. Lines start one by one, and none while
+another request waits for its first token. Only as many run as hardly lengthen the measured steps.
 """
 
 from __future__ import annotations
@@ -16,25 +14,18 @@ from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256
-"""Prompt tokens of lines that may queue if there are no other requests. Steps are kept short because a new request
-waits for the running one.
-"""
+"""Limit of lines' prompt tokens that wait. Steps stay short, because a new request waits for the running one."""
 _QUIET_SECONDS = 1.0
-"""For this long after another request, a further one is expected."""
+"""After another request, a further one is expected for this long."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""Pause between line starts while others have requests: a start holds the event loop for 2 ms."""
+"""A start takes 2 ms of the event loop, so lines pause while others have requests."""
 _MAX_SLOWDOWN = 1.25
-"""Bound on the time of steps with lines, relative to steps without lines or with a single one."""
 _SMOOTHING_STEPS = 16
-"""The newest step has a weight of 1/N."""
 
 
 class StepTimesByRequestCount:
-    """Covers only steps that compute one token per request."""
-
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """Average seconds per step."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -44,7 +35,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """If `num_requests` was never seen, use the steps with one request less."""
+        """If `num_requests` was not measured, uses steps with one request less."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

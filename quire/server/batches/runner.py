@@ -1,6 +1,5 @@
-"""Answers each batch line exactly once, at the lowest priority, whatever crashes.
-
-A result is stored before the next line takes its slot. After a restart, lines without a result start again.
+"""Answers each batch line exactly once, at the lowest priority, whatever crashes. A result is stored before the next
+line takes its slot. After a restart, lines without a result start again.
 """
 
 from __future__ import annotations
@@ -38,13 +37,11 @@ log = logging.getLogger("quire.server")
 BATCH_PRIORITY = 1 << 20
 """Smaller numbers go first; requests default to 0."""
 MAX_OPEN_BATCHES = 64
-"""Per API key."""
 MAX_UPLOADS = 16
-"""An API key must leave as many to others as it has."""
+"""Limit of uploads. A key must leave others as many as it has."""
 _SLOT_DIVISOR = 4
-"""Lines use at most 1/N of the engine's slots."""
 _LINES_PER_CHECK = 2
-"""Lines started between two checks: each start holds the event loop for some milliseconds."""
+"""Each start holds the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0
@@ -52,7 +49,7 @@ _EXPIRED_FILES_PER_READ = 100
 
 
 class BatchRunner:
-    """Only the leading API process answers batches; others read and write stored ones. Use it on the event loop."""
+    """Only the leading API process answers batches; others read and write stored ones."""
 
     def __init__(
         self,
@@ -62,23 +59,18 @@ class BatchRunner:
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app` answers the lines. `clients` returns those of all engines."""
         self._app = app
         self.batches = data.batches
         self.files = data.files
         self.contents = data.contents
-        """Thread-safe."""
         self.uploads = SharedCapacity(MAX_UPLOADS)
-        """This process's uploads, by owner."""
         self._tenants = tenants
         self._config = config
         self._pacer = BatchPacer(clients)
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
         self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
-        """By batch id; setting one ends the batch's lines."""
         self.result_counts = {"completed": 0, "failed": 0}
-        """Lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_leader = False
         self._closing = False
@@ -88,7 +80,7 @@ class BatchRunner:
         return len(self._cancel_events)
 
     async def start_open_batches(self) -> None:
-        """Answer all open batches, and cancel those that other processes were asked to cancel."""
+        """Also cancels batches that other processes were asked to cancel."""
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))
@@ -99,7 +91,6 @@ class BatchRunner:
                 cancelled.set()
 
     async def stop_batches(self) -> None:
-        """The next start continues them."""
         self._closing = True
         for cancelled in self._cancel_events.values():
             cancelled.set()
@@ -119,7 +110,7 @@ class BatchRunner:
             self._start_batch(owner, batch)
 
     async def cancel_batch(self, owner: str, id: str) -> Batch:
-        """Results so far are kept. Raises RequestNotFound, or InvalidRequest if the batch ended or is finalizing."""
+        """Keeps results. Raises RequestNotFound, or InvalidRequest if the batch ended or is finalizing."""
         batch = await asyncio.to_thread(self.batches.cancel, owner, id)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
@@ -159,7 +150,6 @@ class BatchRunner:
         return batch
 
     async def _import_input_file(self, owner: str, batch: Batch) -> None:
-        """Store the file's lines, or fail the batch."""
         max_bytes = int(self._config.max_body_size * 2**20)
         try:
             path = self.contents.content_path(batch.input_file_id)
@@ -173,7 +163,6 @@ class BatchRunner:
         await self._retry_until_written(lambda: self.batches.store_lines_and_batch(owner, updated_batch, lines))
 
     async def _answer_batch_lines(self, owner: str, batch: Batch) -> None:
-        """Ends when the batch is answered, expired or cancelled."""
         cancelled, seconds_left = self._cancel_events[batch.id], max(0.0, batch.expires_at - clock.time())
         expire = asyncio.get_running_loop().call_later(seconds_left, cancelled.set)
         try:
@@ -189,7 +178,6 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """Separate share and limits, so that batches do not slow down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:
@@ -233,7 +221,6 @@ class BatchRunner:
         self.result_counts["failed" if result.failed else "completed"] += 1
 
     async def _retry_until_written(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation` in a thread."""
         return await retry_until_written("batches wait", partial(asyncio.to_thread, operation))
 
     async def _delete_expired_files(self) -> None:

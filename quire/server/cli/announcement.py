@@ -1,4 +1,4 @@
-"""Text that `quire serve` prints when ready: a first request to paste, with the server's keys and TLS."""
+"""What `quire serve` prints when ready: a first request to paste."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def listen_url(host: str, port: int | None, *, tls: bool = False) -> str:
 
 
 def display_address(config: ServerConfig, base: str) -> str:
-    """A Unix socket's path, or the URL."""
     return base if config.uds is None else str(config.uds)
 
 
@@ -39,7 +38,6 @@ def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple
 def curl_command(
     config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, has_chat_template: bool = False
 ) -> str:
-    """Hide the API key."""
     path, body = example_path_and_body(info, has_chat_template=has_chat_template)
     flags = [] if config.uds is None else [f"--unix-socket {shlex.quote(str(config.uds))}"]
     if config.has_api_keys:
@@ -53,7 +51,6 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """Empty if the system trusts the certificate for this address."""
     host, flags = urlsplit(base).hostname or "", []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile
@@ -69,7 +66,6 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """Try a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
     client = ssl.create_default_context(cafile=trust)
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()

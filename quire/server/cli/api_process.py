@@ -1,6 +1,4 @@
-"""`python -m quire.server.cli.api_process`: one of several API processes. It reaches the engine through the leader, and
-its parent prints the announcement.
-"""
+"""One of several API processes (`python -m quire.server.cli.api_process`). It reaches the engine through the leader."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def main() -> int:
     try:
         with bind_shared_port(setup) as listener:
             link = SharedClient(config, setup.hub, setup.identity)
-            # end as if killed: other processes continue the journaled calls, and none is stored as failed
+            # end as if killed: other processes continue the journaled calls, and none fails
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:
@@ -59,7 +57,6 @@ def main() -> int:
 
 
 def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
-    """Raises ConfigError."""
     if setup.descriptor is not None:
         return socket.socket(fileno=setup.descriptor)
     listener = socket.socket(setup.family, socket.SOCK_STREAM)

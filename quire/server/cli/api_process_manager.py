@@ -1,8 +1,6 @@
-"""`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
-
-Each API process has its own listening socket (SO_REUSEPORT), so that connections go to the others as soon as one ends.
-This process's socket never listens: it reserves the port. A Unix socket has one file, so all processes share this
-process's socket.
+"""`quire serve --api-server-count N`: supervises the engines and the API processes. Each API process listens on its own
+socket (SO_REUSEPORT), so that connections go to the others once one ends. This process's socket reserves the port and
+never listens. All share one Unix socket.
 """
 
 from __future__ import annotations
@@ -41,31 +39,26 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""The server ends after this many consecutive processes of one number ended without having served."""
+"""How many successive processes of one number may end without serving."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""A process without heartbeats for this long is killed and replaced."""
 _STOPPED_SECONDS = 10.0
-"""A stopped process is killed and replaced after this time."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""Wait for the last message of a process that ended."""
 _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """A line of JSON on an API process's stdin."""
+    """Sent as a line of JSON on stdin."""
 
     config: str
-    """A ServerConfig as JSON."""
     hub: str
     identity: str
     family: int
     address: tuple[Any, ...]
-    """Listening address in the socket module's form."""
     started: float
-    """time.perf_counter() when the command began."""
+    """time.perf_counter() at the command's start."""
     descriptor: int | None = None
-    """The Unix socket that all API processes share; None: each binds `address`."""
+    """The shared Unix socket; None: bind `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -96,8 +89,6 @@ class ManagerDependencies:
 
 
 class ApiProcessManager:
-    """One run of the server: start, serve, drain. `run()` returns the exit status."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -105,7 +96,7 @@ class ApiProcessManager:
         started: float,
         dependencies: ManagerDependencies = ManagerDependencies(),
     ) -> None:
-        """The configuration must have passed `check_multi_process_settings`."""
+        """`config` must have passed `check_multi_process_settings`."""
         self._config = config
         self._dependencies = dependencies
         self._listener = listener
@@ -117,7 +108,6 @@ class ApiProcessManager:
         self._is_ready = False
         self._num_signals = 0
         self.end_signal = ""
-        """Name of the first signal."""
 
     @property
     def was_ready(self) -> bool:
@@ -182,11 +172,11 @@ class ApiProcessManager:
             await hub.changed.wait()
             texts = [each.announcement for each in hub.channels if each.announcement is not None]
         self._is_ready = True
-        with suppress(OSError):  # stdout may be closed or full; serve anyway
+        with suppress(OSError):  # stdout may be closed or full
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Return the last return code. Raises ConfigError or EngineError if too many in a row cannot serve."""
+        """Returns the last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1
@@ -243,7 +233,7 @@ class ApiProcessManager:
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several signals; only a repeated Ctrl-C or SIGTERM means to hurry
+            return  # a closing terminal may send several signals
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if not self._is_ready:

@@ -63,8 +63,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 class BatchClient:
-    """Methods raise EngineError."""
-
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
@@ -88,12 +86,10 @@ class BatchClient:
         return self._parse_response(self._http.post(f"batches/{id}/cancel"))
 
     def list_batches(self) -> list[dict[str, Any]]:
-        """The newest hundred."""
         entries: list[dict[str, Any]] = self._parse_response(self._http.get("batches", params={"limit": 100}))["data"]
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
-        """Write answers first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):
@@ -109,7 +105,7 @@ class BatchClient:
             raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
     def wait_for_end(self, id: str) -> dict[str, Any]:
-        """Tolerate an unreachable server for a while."""
+        """Tolerates an unreachable server for a while."""
         batch = self.fetch_batch(id)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:

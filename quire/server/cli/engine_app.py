@@ -32,15 +32,15 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""No keys, limits or TLS: only this process can reach the server."""
+"""Only this process can reach the server."""
 
 
 @asynccontextmanager
 async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
-    """Enters the lifespan here, because uvicorn would log an engine's start error instead of raising it. Raises
-    ConfigError for unusable certificates and keys before the model is loaded.
+    """Enters the lifespan, because uvicorn would log an engine's start error instead of raising it. Raises ConfigError
+    for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
@@ -53,8 +53,8 @@ async def open_engine_app(
 
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
-    """Yield the path of a Unix socket. Raises errors of the engine's start."""
-    # only this user can read the socket's directory, so no keys are needed
+    """Yields the path of a Unix socket. Raises the engine's start errors."""
+    # only this user can enter the socket's folder, so no keys are needed
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)
     client.engine_core.launch()
@@ -78,7 +78,6 @@ def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
 
 
 def _run_server_thread(config: ServerConfig, client: EngineClient, listener: socket, ready: Future[HttpServer]) -> None:
-    """`ready` gets the server or the error."""
 
     async def serve_socket() -> None:
         async with open_engine_app(config, client) as app:

@@ -29,6 +29,6 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Ignore the program's own options."""
+        """Ignores the program's own options."""
         options = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
         return cls(options.pop("model", None), **options)

@@ -79,11 +79,10 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""Modules that are not named like their commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 for success, 1 for failure, 2 for a usage error."""
+    """0: success, 1: failure, 2: a usage error."""
     started = time.perf_counter()
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # such as a full disk
+    except OSError as error:  # for example, a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes again at exit
         if not isinstance(error, BrokenPipeError):  # the reader closed our output, as `head` does
             where = "" if error.filename is None else f"{error.filename}: "

@@ -1,4 +1,4 @@
-"""Serves several models (`quire serve --models FILE`); the first is loaded at the start."""
+"""`quire serve --models FILE`: several models, the first loaded at the start."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MultiModelHost:
         return 0 if self._manager is None else self._manager.num_open_requests
 
     def launch_engine(self) -> None:
-        """Do nothing: loading needs the event loop."""
+        """Does nothing, because loading needs the event loop."""
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:

@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server")
 
 INTERRUPTED_STATUS = 130
-"""Exit status when a signal ends the process at once."""
 MIN_OPEN_FILES = 64
 """Server and engine cannot start with fewer."""
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40
-"""Files opened in addition to connections."""
 
 
 def open_standard_streams() -> None:
-    """Otherwise later files and sockets would get the numbers of closed streams, and messages would be written into
-    them.
-    """
+    """Otherwise later files and sockets get closed streams' numbers, and messages go into them."""
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
@@ -45,7 +41,7 @@ def open_standard_streams() -> None:
 
 
 def discard_closed_stderr() -> None:
-    """Otherwise Python would flush again at exit and return status 120."""
+    """Otherwise Python flushes again at exit and returns status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -53,7 +49,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """Exit with status 0, until a draining server handles the signals."""
+    """Exit with status 0 until a draining server handles the signals."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -64,11 +60,11 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal` in the loop. After the block, further signals exit at once."""
+    """Calls `on_signal` in the loop. After the block, signals exit at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
-    # The loop's own handlers restore the defaults when it closes; another SIGHUP would then kill the process.
+    # The loop's own handlers would restore the defaults when it closes; another SIGHUP would then kill the process.
     for number in numbers:
         signal.signal(number, lambda number, _: loop.call_soon_threadsafe(on_signal, number))
     try:
@@ -81,7 +77,7 @@ def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> 
 
 
 def dump_threads_on_signal() -> None:
-    """Dump threads on SIGUSR1, which would otherwise end the process."""
+    """SIGUSR1 would otherwise end the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 
@@ -90,7 +86,7 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Warn if few connections remain. Raises ConfigError if nothing can start."""
+    """Warns if few connections remain. Raises ConfigError if nothing can start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

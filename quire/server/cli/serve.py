@@ -1,7 +1,5 @@
 """`quire serve`: serves a model through the OpenAI API until Ctrl-C, SIGTERM or SIGHUP.
-
-The port is bound first, so that a taken port is reported at once. The API is imported while the engine process loads
-the model.
+Binds the port first, to report a taken one at once. Imports the API while the engine process loads the model.
 """
 
 from __future__ import annotations
@@ -48,13 +46,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Errors that name one of these may be due to a lack of memory."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Most of what requests hold is freed without the collector. In two rounds of 16 beam searches of 64 beams, Python's
-defaults scanned all open objects 34 times, 20 to 30 ms each; these, twice.
+"""The collector frees little of what requests hold. In two rounds of 16 beam searches of 64 beams, Python's defaults
+scanned all objects 34 times, 20 to 30 ms each; these did twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
-"""With Python's default of 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
+"""With Python's 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -114,14 +111,12 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """Planning and HTTP modules: the engine can start before their import."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
-        """Without `client`, start an engine."""
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
@@ -129,7 +124,6 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
-        """False if the engine cannot be restarted."""
         return self._client.alive
 
     @property
@@ -191,7 +185,6 @@ class ServerRun:
         self._server: HttpServer | None = None
         self._num_signals = 0
         self.end_signal = ""
-        """Name of the first signal."""
         self._drain_task: asyncio.Task[None] | None = None
 
     @property
@@ -229,14 +222,13 @@ class ServerRun:
         return 0 if server.started else 1
 
     async def _stop_when_engine_dies(self, server: HttpServer) -> None:
-        """A process manager then restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(HEALTH_POLL_SECONDS)
         server.should_exit = True
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several signals; only a repeated Ctrl-C or SIGTERM means to hurry
+            return  # a closing terminal may send several signals
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
@@ -261,5 +253,5 @@ class ServerRun:
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 
     def publish_announcement(self, announcement: str) -> None:
-        with suppress(OSError):  # stdout may be closed or full; serve anyway
+        with suppress(OSError):  # stdout may be closed or full
             print(announcement, flush=True)

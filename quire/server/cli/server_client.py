@@ -13,7 +13,6 @@ from quire.engine.unsupported_options import suggest_nearest
 
 
 def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
-    """`key`: the parsed argument's name for --api-key."""
     default = "" if url is None else " (default: %(default)s)"
     cacert_help = "certificate of the server or of an authority to trust in addition to the system's"
     key_help = "API key of the server; default: the variable OPENAI_API_KEY"
@@ -25,7 +24,7 @@ def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
 
 
 def normalize_server_url(text: str, *, tls: bool = False) -> str:
-    """Return it without /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
+    """Removes /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
     full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(full)
@@ -42,7 +41,7 @@ def auth_headers(key: str | None) -> dict[str, str]:
 
 
 def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
-    """Trust the system's authorities and `cacert`. Raises ConfigError."""
+    """Trusts the system's authorities and `cacert`. Raises ConfigError."""
     context = httpx.create_ssl_context()
     context.load_default_certs()
     if cacert is not None:
@@ -56,7 +55,6 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
-    """Use the message of an OpenAI error body, or else the HTTP status."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
@@ -85,7 +83,7 @@ def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
 
 
 def fetch_model_names(http: httpx.Client) -> list[str]:
-    """At least one. The client's base URL must be /v1. Raises EngineError."""
+    """Returns at least one name. The client's base URL must be /v1. Raises EngineError."""
     try:
         response = http.get("models")
         if response.is_error:
@@ -101,7 +99,6 @@ def fetch_model_names(http: httpx.Client) -> list[str]:
 
 
 def check_model_name(served_names: list[str], name: str) -> str:
-    """Raises EngineError."""
     if name not in served_names:
         raise EngineError(
             f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
@@ -110,7 +107,7 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """Without `name`, the first listed. Raises EngineError if `name` is not listed."""
+    """Without `name`, takes the first one listed. Raises EngineError if `name` is not listed."""
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:

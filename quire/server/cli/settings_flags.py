@@ -38,12 +38,9 @@ COMMON_SETTINGS = (
     "threads",
     "enable_lora",
 )
-"""Shown by --help."""
 
 
 class _HelpAction(argparse.Action):
-    """Exits with status 0. `=all` also prints the uncommon flags."""
-
     uncommon_actions: list[argparse.Action]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
@@ -59,7 +56,6 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """The parser must have no --help."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -80,8 +76,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """A field goes under the title of the first class in `titles` that has it. Leave out other fields, and flags that
-    the parser has.
+    """Each field gets the title of the first class in `titles` that has it. Omits other fields, and flags that the
+    parser has.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
@@ -100,10 +96,8 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Return the other arguments, and the settings.
-
-    `positional` names an argument for the field `model`, `gguf` one for a GGUF file. Exits with status 2 for bad
-    values.
+    """Returns the other arguments and the settings. `positional` names an argument for the field `model`, `gguf` one
+    for a GGUF file. Exits with status 2 for bad values.
     """
     args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
@@ -133,7 +127,6 @@ def parse_settings(
 def _parse_yaml_and_flags(
     parser: argparse.ArgumentParser, file: str, argv: Sequence[str], *, with_model: bool
 ) -> argparse.Namespace:
-    """`argv` overrides the YAML file."""
     try:
         args = parse_flags(parser, [*read_yaml_flags(file, with_model=with_model), *argv])
     except ConfigError as error:
@@ -143,7 +136,6 @@ def _parse_yaml_and_flags(
 
 
 def _split_json_lists(texts: Sequence[str]) -> list[Any]:
-    """vLLM's lists are JSON."""
     parts: list[Any] = []
     for text in texts:
         if text.startswith("["):
@@ -154,7 +146,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warn if nothing reads the API keys, or if the process list shows them."""
+    """Warns if nothing reads the keys, or if the process list shows them."""
     if os.environ.get("VLLM_API_KEY"):  # a user who set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key", "metrics_api_key"):
@@ -165,7 +157,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """Format of vLLM's --config. Raises ConfigError."""
+    """Reads vLLM's --config format. Raises ConfigError."""
     import yaml  # a dependency of huggingface_hub
 
     try:
@@ -188,7 +180,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type: finite, from `low` (above it if `above`) to `high`."""
+    """Makes an argparse type for finite numbers from `low` (above it if `above`) to `high`."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)
@@ -202,7 +194,6 @@ def bounded_number(
 
 
 def _field_argparse_kwargs(field: FieldInfo) -> dict[str, Any]:
-    """argparse keeps text, which the model validates, and sets nothing if the flag is missing."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:

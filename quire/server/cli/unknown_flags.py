@@ -20,11 +20,11 @@ _PLUGIN_FLAGS = {
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""A flag with an object value may come in parts: `--flag.key.key value`."""
+"""Objects may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
-    """--max_model_len means --max-model-len, as in vLLM. Keys after a dot stay."""
+    """As in vLLM, --max_model_len means --max-model-len. Keys after a dot stay."""
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -34,7 +34,7 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Exit with status 2 for unknown flags. Drop flags without effect, with a message."""
+    """Exits with status 2 for unknown flags. Drops flags without effect, with a message."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -56,7 +56,7 @@ def _translate_flag(argument: str, known: Container[str]) -> str:
 
 
 def _normalize_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
-    """`--flag=true`, `--flag False` and the like become `--flag` or `--no-flag`."""
+    """Turns `--flag=true` and the like into `--flag` or `--no-flag`."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
@@ -86,7 +86,7 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
 
 
 def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
-    """vLLM's engines on this machine: each machine serves its own."""
+    """Each machine serves its own engines, so vLLM's flag for local ones means the same."""
     if "--data-parallel-size" not in known:
         return list(argv)
     positionals: list[str] = []
@@ -109,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Move positionals after a dropped flag before all flags; otherwise an earlier list flag would take them."""
+    """Moves positionals that follow a dropped flag to the front, because an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,9 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Merge `--flag.key.key value` parts into one JSON object. It stands where the first part was, so that it ends an
-    earlier list.
-    """
+    """Merges `--flag.key.key value` parts into one JSON object in the first part's place."""
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}
@@ -151,7 +149,6 @@ def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def _merge_object(
     parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """`parts`: dotted keys with values."""
     merged = _parse_json_or_text(values[-1]) if values else {}
     if not isinstance(merged, dict):
         parser.error(
@@ -172,7 +169,7 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Accept Python's True, False and None. Return text that is not JSON unchanged."""
+    """Accepts Python's True, False and None. Returns text that is not JSON unchanged."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -182,7 +179,6 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Report them on stderr."""
     known, rest = parser._option_string_actions, list(argv)
     positionals: list[str] = []
     arguments: list[str] = []
@@ -223,7 +219,6 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
-    """`value_kind`: see `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))

@@ -41,7 +41,6 @@ SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
 )
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
 CHUNK_TOKENS = 7
-"""Per step when checking chunked prefill."""
 KILL_AFTER_OUTPUTS = 8
 
 
@@ -52,9 +51,7 @@ class CheckResult:
     requests: int
     tokens: int
     differing: int
-    """Requests with other tokens than alone."""
     exercised: bool
-    """The subject of the check (such as preemption) occurred."""
 
     @property
     def has_passed(self) -> bool:
@@ -62,7 +59,6 @@ class CheckResult:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Return 0 if all tokens were the same, else 1."""
     parser = build_parser(
         "quire verify",
         __doc__,
@@ -120,7 +116,7 @@ def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None
 
 
 class Verification:
-    """Runs the same requests with configurations that must not change any token."""
+    """Repeats requests with configurations that must not change any token."""
 
     def __init__(self, config: EngineConfig, num_requests: int, make_link: MakeLink) -> None:
         self._config = config
@@ -130,7 +126,6 @@ class Verification:
         self._expected_tokens: TokensByRequest = {}
 
     async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
-        """Raises ConfigError or EngineError."""
         model = read_model_config(resolve_model_with_overrides(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
@@ -190,7 +185,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Greedy and sampled, short and long, with common prefixes that end near block boundaries."""
+    """Mixes greedy and sampled, short and long requests, with common prefixes that end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []
@@ -208,7 +203,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """`kill`: end the engine process once meanwhile. Raises EngineError."""
+    """`kill`: ends the engine process once meanwhile. Raises EngineError."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

@@ -15,16 +15,14 @@ from quire.server.store.journal import JournaledCall
 class ResumedCall:
     call: JournaledCall
     seen_events: Sequence[int]
-    """Event counts; see event_ids.py."""
     attempt: int
-    """Unique; 0 for a background response read from the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeIdentity:
     fingerprint: str
     deterministic: bool
-    """True if tokens depend only on their request."""
+    """Tokens depend only on their request."""
     weights_fingerprint: str
     """An answer cannot continue with other weights."""
 
@@ -32,9 +30,8 @@ class ComputeIdentity:
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """Return a resumed answer's journaled identity; otherwise `fresh` with a seed for recomputation.
-
-    `is_journaled`: tokens are reproducible or all in the journal.
+    """Returns a resumed answer's journaled identity, or `fresh` with a seed for recomputation. `is_journaled`: tokens
+    are reproducible or all in the journal.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
@@ -61,7 +58,6 @@ def _is_resumable(request: GenerationRequest, *, has_key: bool) -> bool:
 
 
 def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
-    """Digest of the weights, and of the prompts as the model reads them."""
     digest = hashlib.blake2b(identity.weights_fingerprint.encode(), digest_size=12)
     for prompt in request.prompts:
         digest.update(b"%d:" % len(prompt.ids))
@@ -72,26 +68,24 @@ def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
 
 
 def _span_digest_text(span: MediaSpan) -> str:
-    """Input of the journal's digests: its format must not change, even if our names do."""
+    """Its format must not change, even if our names do, because the journal has its digests."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
 
 def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
-    """In the order of computation."""
     pins = resumed.call.pins
     return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """True if kernels or weights differ from those at the start, or are not deterministic. The call then keeps its
-    tokens and continues after them.
+    """True if kernels or weights differ from those at the start, or are not deterministic. The call then continues
+    after its tokens.
     """
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 
 
 def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
-    """Return why the answer cannot be resumed; None if it can."""
     pins = resumed.call.pins
     if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"

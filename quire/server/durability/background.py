@@ -16,15 +16,12 @@ from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]
-"""Owner and id."""
 MAX_ABANDONED = 16
-"""Maximum of answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
-"""Longest that another process's call waits for an event."""
 _KEEP_EVENTS_SECONDS = 10.0
-"""How long an ended answer's events stay for followers in other processes."""
+"""Other processes can read an ended answer's events for this long."""
 _TAKEOVER_SECONDS = 5.0
-"""How long a follower waits for another process to take over."""
+"""Followers wait this long for another process to take over."""
 _POLL_SECONDS = 0.25
 
 
@@ -33,12 +30,10 @@ class RunningAnswer:
     writer: AnswerWriter
     close: Callable[[], None]
     events: list[bytes] | None
-    """By sequence number; None if the answer cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set on new events, then replaced by a new one."""
     has_ended: bool = False
     can_restart: bool = False
-    """The answer may be computed later; readers then get no error event."""
+    """The answer may be computed later, so readers get no error event."""
     task: asyncio.Task[None] | None = None
 
     def add_events(self, events: bytes) -> None:
@@ -55,7 +50,6 @@ class RunningAnswer:
         self.change_event = asyncio.Event()
 
     async def follow_events(self, after: int) -> AsyncGenerator[bytes]:
-        """`after`: an event number."""
         assert self.events is not None
         next_number = after + 1
         while True:
@@ -71,7 +65,7 @@ class RunningAnswer:
 
 
 class Background:
-    """Runs answers that continue without their caller. Forwards requests about other answers to the process that runs
+    """Runs answers that continue without their caller. Requests about other answers go to the process that runs
     them.
     """
 
@@ -82,14 +76,12 @@ class Background:
         self._recently_ended: dict[AnswerKey, RunningAnswer] = {}
         self._running_answers: dict[AnswerKey, RunningAnswer] = {}
         self._num_abandoned: Counter[str] = Counter()
-        """By owner."""
         self.is_closing = False
 
     def find_running(self, key: AnswerKey) -> RunningAnswer | None:
         return self._running_answers.get(key)
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """Return JSON; None if no process runs the answer."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -106,7 +98,7 @@ class Background:
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
-        """Return events after number `after`; None if no process runs the answer."""
+        """Yields events after number `after`. Returns None if no process runs the answer."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -116,7 +108,7 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """If the process that runs the answer ends, another one continues it with the same events."""
+        """If that process ends, another one continues with the same events."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
@@ -188,7 +180,7 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Close after `seconds`, or now if the owner already has MAX_ABANDONED answers without a reader."""
+        """Closes after `seconds`, or now if the owner has MAX_ABANDONED answers without a reader."""
         owner = key[0]
         if running.has_ended or running.task is None:
             return
@@ -206,7 +198,6 @@ class Background:
         running.task.add_done_callback(release_abandoned)
 
     async def cancel_answer_if_running(self, key: AnswerKey) -> bool:
-        """Wait for the answer's end."""
         running = self._running_answers.get(key)
         if running is None or running.task is None:
             holder = await self._find_other_holder(key)
@@ -218,7 +209,7 @@ class Background:
     # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Return events after number `after`: their count, whether the last one is among them, and their bytes."""
+        """Returns the number of events after number `after`, whether the last is among them, and their bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

@@ -42,9 +42,9 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_
 from quire.server.store.progress import CallProgress
 
 STREAM_ID = "X-Stream-Id"
-"""Header of a resumable stream: GET /v1/streams/{id}."""
+"""Header with a resumable stream's id, for GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""Fingerprints of everything that computed the stream, in order, if there are several."""
+"""Fingerprints of all that computed the stream, if several."""
 
 
 class DurableRequest(ABC):
@@ -65,17 +65,16 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
-        """True if the Idempotency-Key names a stored background response."""
+        """The Idempotency-Key belongs to a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """True if this process repeats the answer without a caller."""
+        """This process repeats the answer, and nobody reads it."""
         return False
 
     @property
     def can_restart(self) -> bool:
-        """True if any process may restart the background response later."""
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
@@ -95,14 +94,13 @@ class DurableRequest(ABC):
     def submit(
         self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
     ) -> OutputSource:
-        """Raises EngineError if the engine has ended."""
         return client.submit(requests, resolved.answer_id)
 
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
         """Write to the journal before the first event is sent. On failure, close `running`."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
-        """Return a writer with event ids that a client can resume after. The base class returns `writer` itself."""
+        """Returns a writer with event ids that a client can resume after. The base class returns `writer`."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -115,7 +113,7 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """Return events that continue for `seconds` after their reader leaves, and the function to call then."""
+        """Returns events that continue for `seconds` after their reader leaves, and the function to call then."""
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
@@ -131,7 +129,6 @@ class DurableRequest(ABC):
         """The answer failed before any of it was sent: its Idempotency-Key is free again."""
 
     def take_over_error(self) -> HTTPException | None:
-        """Return the error for readers after another request took over their answer."""
         return still_answering_error() if self.has_idempotency_key else None
 
 
@@ -257,7 +254,6 @@ class JournaledRequest(DurableRequest):
 
     @property
     def _computed_by(self) -> tuple[str, ...]:
-        """The reader may have tokens from any of these."""
         return () if self.resumed is None else all_compute_fingerprints(self.resumed, self._compute())
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:

@@ -1,8 +1,7 @@
-"""Numbers a stream's events, so that the stream can resume where its reader was cut off.
-
+"""Numbers a stream's events, so that it can resume where its reader was cut off.
 A resumable request always has the same events: before the first token, per choice, and at the end. An id counts each
 kind: `chatcmpl-…:1.7.0` follows the first 7 events of the only choice. Choices are counted separately, because their
-interleaving may differ the next time.
+interleaving may change.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return the call's id and its counts; None if it is not an event id."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 
@@ -42,21 +40,19 @@ class EventIdWriter(AnswerWriter):
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
         """`is_journaled_step`: True while steps repeat journaled tokens; None if tokens are reproducible. Otherwise
-        raise Conflict if the reader has seen more events than the journal's steps make, because later ones might
+        raises Conflict if the reader has seen more events than the journal's steps make, because later ones might
         differ.
         """
         self._writer = writer
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """By kind. `_kind_count` holds the current kind's: a list touches more memory per token."""
+        """Counts by kind; `_kind_count` has the current one, because a list touches more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
-        """The current kind, its number of events, and how many the reader has seen."""
         self._event_template = b""
-        """Bytes format of a count and an event."""
         self._text_event_template: bytes | None = None
-        """Bytes format of a count and the text's JSON, for a single choice. None while the reader is ahead."""
+        """Bytes format with a count and a text's JSON, for a single choice; None while the reader is ahead."""
         self._switch_event_kind(0)
 
     @property
@@ -107,7 +103,7 @@ class EventIdWriter(AnswerWriter):
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
 
     def error_event(self, error: Exception) -> bytes:
-        """Without an id: the stream can be resumed after the error."""
+        """Has no id: the stream can resume after the error."""
         return self._writer.error_event(error)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:

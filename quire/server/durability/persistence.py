@@ -35,17 +35,15 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""The reply is a ProcessStatus as msgpack."""
+"""A process answers with a ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
-"""Between checks for work of ended processes."""
 _SWEEP_SECONDS = 0.5
-"""Between deletions of due data."""
 _SWEEP_PAUSE_SECONDS = 0.02
-"""While more is due: others use the disk too."""
+"""Pause while more is due, in which others can use the disk."""
 _POLL_ALONE_SECONDS = 2.0
-"""For a single process, which only checks whether the disk can be written."""
+"""A single process polls only to check whether the disk can be written."""
 
 
 @dataclass(slots=True)
@@ -55,18 +53,15 @@ class Persistence:
     resumable_calls: ResumableCalls
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
-    """As of the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
-    """(owner, id) of each background response to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Restart a background response after its engine is gone or its model was unloaded. If this process ends first,
-        another one restarts the response.
+        """Used if a background response's engine is gone or its model was unloaded. If this process ends first, another
+        restarts it.
         """
         self.unfinished_responses.add((owner, id))
 
     async def refresh_status(self) -> DataDirStatus:
-        """Covers all processes."""
         counts = {
             **self.batch_runner.result_counts,
             OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
@@ -89,7 +84,7 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """Return None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises
+    """Returns None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises
     ConfigError.
     """
     if config.data_dir is None:
@@ -137,7 +132,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resume the last process's batches and background responses. The application must already answer requests. Among
+    """Resumes earlier processes' batches and background responses; the application must already answer requests. Among
     several processes the leader repeats this.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
@@ -174,7 +169,6 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
 
 
 async def _sweep_forever(persistence: Persistence) -> None:
-    """Only the leading process deletes."""
     while True:
         more = False
         try:
@@ -187,7 +181,7 @@ async def _sweep_forever(persistence: Persistence) -> None:
 
 
 async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
-    """Mark a response that cannot restart as failed; leave one with an unknown API key pending. Raises Overloaded,
+    """Marks a response that cannot restart as failed; leaves one with an unknown API key pending. Raises Overloaded,
     HTTPException or the disk's error if it may restart later.
     """
     if (tenant := tenants.find_by_digest(owner)) is None:

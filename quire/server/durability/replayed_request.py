@@ -1,4 +1,4 @@
-"""Resumes a stream by replaying its call's POST with the journal's body."""
+"""Resumes a stream by replaying its POST with the journal's body."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class ReplayedRouteResponse(Response):
 
 
 def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
-    """The request body is already read."""
     call = resumed.call
     body = BodyBuffer(tenant_of(scope).name, chunks=[call.body], received_bytes=len(call.body))
     target = {"method": "POST", "path": call.path, "raw_path": call.path.encode()}
@@ -41,8 +40,8 @@ def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
 
 
 class ResumptionMiddleware:
-    """Handles a POST with Last-Event-ID as a GET of the stream, without reading its body: some clients can only repeat
-    the POST. When a request ends, releases its Idempotency-Key.
+    """Handles a POST with Last-Event-ID as a GET of the stream, without reading its body, because some clients can only
+    repeat the POST. Releases its Idempotency-Key at the end.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,8 +1,6 @@
-"""Resumable streams and Idempotency-Key.
-
-A call is journaled (store/journal.py) before its first event is sent, its tokens a moment later. A repetition, here or
-in the next process, computes it with the same id, seed and time. Its events are the same to the byte, and those already
-seen are dropped.
+"""Resumable streams and Idempotency-Key. A call is journaled (store/journal.py) before its first event is sent, its
+tokens a moment later. A repetition, here or in the next process, has the same id, seed and time, so its events are
+equal to the byte. Those already seen are dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ from quire.server.store.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"
-"""Its value is a ResumedCall."""
 CLAIMS_SCOPE_KEY = "quire.claims"
-"""Its value is the request's list of Claims."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
@@ -45,17 +41,16 @@ MAX_KEY_LENGTH = 255
 KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
 """How long a stream continues without its reader."""
 _MAX_RUNNING_SECONDS = 86_400.0
-"""Then the call's row expires."""
+"""After this time the call's row expires."""
 _CLAIM_POLL_SECONDS = 0.05
-"""Between checks whether another attempt can be taken over."""
 _SAVE_INTERVAL_SECONDS = 1.0
-"""Unsaved tokens are recomputed."""
+"""Tokens not saved are recomputed."""
 _SAVES_PER_LOGGED_CALL = 5
 """Calls in the write-ahead log join every fifth save; only a power cut loses their unsaved tokens."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""Apply while the store is unreachable."""
+"""Apply while the store cannot be reached."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Requests between API processes: stop answering a call; is it being answered?"""
+"""Requests to other API processes: to stop answering a call, and whether it is being answered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,11 +59,8 @@ class Claim:
 
     owner: str
     name: str
-    """The key, or the call's id."""
     expires_at: float
-    """`time.monotonic()`."""
     attempt: int = 0
-    """0 for a key."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,19 +69,16 @@ class RunningCall:
     retention_seconds: float
     """Counted from its end."""
     close_generation: Callable[[], None] | None = None
-    """None after its end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
-    """Since the last save."""
     log_number: int = 0
-    """Number of the first choice in the write-ahead log."""
+    """The first choice's number in the write-ahead log."""
     is_stored_response: bool = False
-    """See `mark_stored_unfinished`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark_ended(self) -> None:
         self.ended_event.set()
-        self.close_generation = None  # breaks the reference cycle to avoid garbage collection
+        self.close_generation = None  # frees memory without garbage collection
 
 
 class ResumableCalls:
@@ -105,9 +94,7 @@ class ResumableCalls:
         self._grace_seconds = grace_seconds
         self._running: dict[tuple[str, str], RunningCall] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
-        """By (owner, key)."""
         self._pending_attempts: set[int] = set()
-        """Attempts claimed but not yet begun."""
         self._abandon_tasks: set[asyncio.Task[None]] = set()
         self.num_resumed = 0
         self._save_future: asyncio.Future[None] | None = None
@@ -115,7 +102,7 @@ class ResumableCalls:
 
     @property
     def has_write_ahead_log(self) -> bool:
-        """If True, each token is logged before it is sent."""
+        """Each token is logged before it is sent."""
         return self._write_ahead_log is not None
 
     @property
@@ -143,7 +130,7 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """Take over a call and its tokens, and append its claim to `claims`. Concurrent attempts wait until the one
+        """Takes over a call and its tokens, and appends its claim to `claims`. Concurrent attempts wait until the one
         before has begun. Raises HTTPException after CLAIM_SECONDS.
         """
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
@@ -163,7 +150,7 @@ class ResumableCalls:
         return ResumedCall(call, seen, attempt)
 
     async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
-        """Stop the call in the process that answers it, and return it with its current tokens."""
+        """Stops the call in the process that answers it, and returns it with its current tokens."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
         if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:
@@ -172,7 +159,7 @@ class ResumableCalls:
                 return msgspec.structs.replace(
                     call, progress=msgspec.msgpack.decode(encoded_progress, type=CallProgress)
                 )
-        # The call or its process may have ended meanwhile.
+        # The call or its process may have ended.
         return await self.find_call(owner, call.pins.id) or call
 
     async def _handle_take_over(self, body: bytes) -> bytes | None:
@@ -198,9 +185,8 @@ class ResumableCalls:
     async def claim_key_or_resume(
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
-        """Return the call with this Idempotency-Key; None if the key is new or absent.
-
-        Raises HTTPException if the key is invalid, another request's, or being answered.
+        """Returns the call with this Idempotency-Key; None if the key is new or absent. Raises HTTPException if the key
+        is invalid, another request's, or being answered.
         """
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
@@ -214,7 +200,7 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `journal_call` or the request's end releases the claim
+            return None  # `journal_call` or the request's end releases it
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:  # the call may have to be started, so the claim stays
@@ -225,7 +211,6 @@ class ResumableCalls:
         return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
-        """Raises HTTPException while the call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
@@ -258,8 +243,8 @@ class ResumableCalls:
         running: RunningGeneration[Generation],
         outputs: ResumableOutputs | None,
     ) -> None:
-        """Follow `outputs` in the journal until `running` is closed; a failure closes it too. `outputs` is None for
-        beam search, which has no tokens before its end.
+        """Follows `outputs` in the journal until `running` is closed; a failure closes it too. `outputs` None: beam
+        search, which has no tokens before its end.
         """
         progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
@@ -306,7 +291,7 @@ class ResumableCalls:
                 outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
-        """A stream waits here while the store's process is replaced. Calls.put is idempotent."""
+        """A stream waits while the store's process is replaced; repeating Calls.put is harmless."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
                 return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
@@ -314,12 +299,12 @@ class ResumableCalls:
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
     def mark_stored_unfinished(self, owner: str, id: str) -> None:
-        """Until `forget_call`, no other process considers the response abandoned."""
+        """Until `forget_call`, the response is not considered abandoned."""
         if (running := self._running.get((owner, id))) is not None:
             running.is_stored_response = True
 
     async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
-        """Prevent another attempt. Without `with_key`, an Idempotency-Key stays known."""
+        """Prevents another attempt. Without `with_key`, an Idempotency-Key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
@@ -335,7 +320,6 @@ class ResumableCalls:
                 log.error("streams: data_dir cannot be written: %s", error)
 
     async def _save_progress(self, *, last: bool = False) -> None:
-        """`last`: save everything."""
         if self._save_future is not None:  # a cancelled save must not land after this one
             await asyncio.wait({self._save_future})
         now = clock.time()

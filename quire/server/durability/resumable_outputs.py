@@ -18,7 +18,7 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number` is the first choice's. `position` counts tokens in the choice."""
+        """`number`: the first choice's. `position`: in tokens of the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
         """`rows`: flattened (choice number, position, token id)."""
@@ -64,7 +64,6 @@ class ResumableOutputs(WrappedOutputs):
         super().__init__(self._stream)
 
     def _outputs_of_progress(self, request_id: str) -> list[EngineCoreOutput]:
-        """One output per token."""
         index = self._index_by_id[request_id]
         cached, end = self.progress.cached[index], self.progress.ends[index]
         outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in self.progress.ids[index]]
@@ -83,7 +82,7 @@ class ResumableOutputs(WrappedOutputs):
         return self._needs_engine
 
     def record_versions(self) -> dict[str, Versions]:
-        """Count earlier tokens as computed by the current weights."""
+        """Earlier tokens count as computed by the current weights."""
         versions = super().record_versions()
         for request_id, index in self._index_by_id.items():
             add_tokens(versions.setdefault(request_id, []), self.weights_version, self._known_counts[index])
@@ -115,7 +114,6 @@ class ResumableOutputs(WrappedOutputs):
                 yield [single]
 
     def _record_first_cached_tokens(self, output: EngineCoreOutput) -> int:
-        """Return the cached prompt tokens that the first attempt reported."""
         cached_counts, index = self.progress.cached, self._index_by_id[output.id]
         if cached_counts[index] < 0:
             cached_counts[index] = output.cached_tokens
@@ -123,7 +121,7 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
-        """Journal each choice's tokens after its first `known_counts`."""
+        """Journals each choice's tokens after its first `known_counts`."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]
@@ -143,12 +141,12 @@ class ResumableOutputs(WrappedOutputs):
         super().close()
         for output in self._stream.unread:  # a later attempt must report the same cached count
             self._record_first_cached_tokens(output)
-        self._stream.ended = None  # breaks the reference cycle, so that no garbage collection is needed
+        self._stream.ended = None  # frees memory without garbage collection
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """Return what need not be recomputed. The journal has no log probabilities, so `needs_logprobs` recomputes
-    everything.
+    """Returns what need not be recomputed: nothing with `needs_logprobs`, because the journal has no log
+    probabilities.
     """
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
@@ -160,7 +158,6 @@ def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logp
 
 
 def _split_into_single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """The first output keeps the prompt's fields, the last one the finish."""
     logprobs = output.logprobs
     singles = [
         EngineCoreOutput(output.id, [id], None if logprobs is None else [logprobs[at]])

@@ -20,7 +20,6 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
-"""For templates without tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class ChatFormats:
     renderer: ChatRenderer
     reasoning_format: ReasoningFormat | None
     tool_format: ToolFormat | None
-    """None: disabled by the operator."""
     content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
     thinking_switch: ThinkingSwitch = NO_SWITCH
@@ -76,7 +74,7 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
-    """Return the format, its source in words, and whether the template describes it to the model."""
+    """Returns the format, its source in words, and whether the template describes it to the model."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
@@ -99,7 +97,6 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
-    """Prefer markers that the template renders over markers that its text merely contains."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:

@@ -12,10 +12,8 @@ class ContentDelimiters:
     begin: str
     other_begins: tuple[str, ...]
     later_begins: tuple[str, ...]
-    """Used after another part."""
     ends: tuple[str, ...]
     close: str
-    """Text after content, up to the answer's end."""
 
 
 class ContentExtractor:

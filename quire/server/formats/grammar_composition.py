@@ -11,7 +11,7 @@ from quire.server.formats.reasoning_parser import ReasoningFormat
 def add_thinking_grammar(
     grammar: Grammar, reasoning: ReasoningFormat, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> Grammar:
-    """If `starts_in_thinking` is None, thinking is optional, because the model decides."""
+    """`starts_in_thinking` None: the model decides, so thinking is optional."""
     if starts_in_thinking is False:
         return grammar
     begin, lead = (

@@ -1,5 +1,5 @@
-"""Converts Lark grammars without recursion to regular expressions, which can constrain text inside a JSON string, such
-as a custom tool's input. Syntax: lark-parser.readthedocs.io/en/stable/grammar.html.
+"""Converts Lark grammars without recursion to regular expressions, which can constrain text in a JSON string, such as a
+custom tool's input. Syntax: lark-parser.readthedocs.io/en/stable/grammar.html.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from quire.engine.common.errors import InvalidRequest
 
 MAX_REGEX_LENGTH = 1 << 16
-"""In characters. Repeated expansion of rules can produce many."""
+"""Limit in characters, because repeated expansion of rules can produce many."""
 MAX_RULE_DEPTH = 100
 COMMON_TERMINALS = {
     "CR": r"\r",
@@ -51,7 +51,7 @@ MULTI_IMPORT_STATEMENT = re.compile(r"%import[ \t]+common[ \t]*\(([\w, \t]*)\)[ 
 
 
 def lark_to_regex(grammar: str) -> str:
-    """Use Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
+    """Writes Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
     rules, terminals = _parse_statements(grammar)
     if "start" not in rules:
         raise InvalidRequest("the grammar has no rule named start")
@@ -157,7 +157,6 @@ class _RegexWriter:
 
 
 def _unescape_lark_string(text: str) -> str:
-    """Escapes are Python's."""
     try:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError:
@@ -165,5 +164,4 @@ def _unescape_lark_string(text: str) -> str:
 
 
 def escape_regex(text: str) -> str:
-    """Rust's syntax."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text)

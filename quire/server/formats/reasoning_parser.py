@@ -18,7 +18,7 @@ class ReasoningFormat:
     end: str
     begin_space: str = ""
     generation_prompt: str = ""
-    """Set if the prompt's end is repeated before each part of an answer: <|start|>assistant."""
+    """Set if each part of an answer begins with the prompt's end: <|start|>assistant."""
     later_begin: str = ""
     """Start of later spans, if other than `begin`."""
 
@@ -33,7 +33,6 @@ class ReasoningFormat:
 
     @property
     def later_span_marker(self) -> str:
-        """Starts each span after the first."""
         return self.later_begin or self.begin
 
 
@@ -43,7 +42,7 @@ REASONING_FORMATS = (
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("think", "<think>", "</think>"),
 )
-"""Names are those of --reasoning-parser. "auto" takes the first whose end mark is in the chat template."""
+"""Names are --reasoning-parser's. "auto" takes the first whose end mark is in the chat template."""
 
 
 def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
@@ -57,7 +56,7 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int | None, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Return None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
+    """Returns None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
     if tokens is None or tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None
@@ -74,13 +73,13 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    """Id of the marker's token, or of the special token that starts it; None if there is neither."""
+    """The marker's token, or the special token that starts it."""
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark after one of these is only mentioned."""
+"""A mark after one of these is only quoted."""
 
 
 class ReasoningParser:
@@ -101,9 +100,8 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
-        """Belongs to the thinking only if more thinking follows."""
+        """Whitespace that belongs to the thinking only if more follows."""
         self._has_thought = False
-        """The open span has text."""
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -124,7 +122,7 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """Return new reasoning and new content. `offsets`: start positions of the text's tokens in the answer."""
+        """Returns new reasoning and new content. `offsets`: starts of the text's tokens in the answer."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)
@@ -157,7 +155,7 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Consume the next span's mark. False: there is none."""
+        """Consumes the next span's mark. False: there is none."""
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""
@@ -180,7 +178,6 @@ class ReasoningParser:
             yield
 
     def _stream_characters_as_content(self, count: int) -> str:
-        """Return the last character."""
         text = self._source.take_text(count)
         self._add_content(text)
         self._count_and_reset_taken_text()
@@ -237,7 +234,7 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
-        """Drop whitespace at both ends of a span's thinking."""
+        """Drops whitespace at both ends of a span."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()

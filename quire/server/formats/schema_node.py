@@ -1,4 +1,4 @@
-"""Resolves a JSON schema's types and subschemas. Call readers and grammars share it to agree on types."""
+"""Resolves a JSON schema's types and subschemas, for call readers and grammars, which must agree on types."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from urllib.parse import unquote
 
 JSON_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 ANY_TYPE = "any"
-"""The schema does not restrict the type."""
 MAX_NODES = 500
-"""Schemas visited per value. Beyond this, any type is allowed."""
+"""Limit for each value. Beyond it, any type is allowed."""
 MAX_DEPTH = 40
-"""Nesting through combining keywords and references. Beyond this, any type is allowed."""
+"""Bounds combining keywords and references. Beyond this, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -23,7 +22,6 @@ DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas"})
 """Their values map names to schemas."""
 VALUE_KEYWORDS = frozenset({"const", "enum", *ANNOTATION_KEYWORDS})
-"""Their values are not schemas."""
 TYPE_BY_KEYWORD = {
     "properties": "object",
     "additionalProperties": "object",
@@ -37,12 +35,12 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""Implied if `type` is missing."""
+"""A keyword implies its type if `type` is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypeVariant:
-    """One possible type and its schema, with $ref, allOf, anyOf and oneOf merged."""
+    """A possible type and its schema, with $ref, allOf, anyOf and oneOf merged."""
 
     type: str
     schema: Mapping[str, Any]
@@ -59,7 +57,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A schema, with the document that its references point into."""
+    """References point into `document`."""
 
     schema: Any
     document: Any
@@ -85,13 +83,12 @@ class SchemaNode:
             if name in known:
                 schemas.append(known[name])
                 continue
-            # Patterns are not matched: a caller's pattern could take forever.
+            # Patterns are not matched: a caller's could take forever.
             rest = [*_mapping_or_empty(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)
 
     def property_entries(self) -> list[tuple[str, SchemaNode, bool]]:
-        """(name, schema, required) of each declared property."""
         objects = list(self._object_schemas())
         names = dict.fromkeys(name for schema in objects for name in _mapping_or_empty(schema.get("properties")))
         required = [_list_or_empty(schema.get("required")) for schema in objects]
@@ -107,7 +104,6 @@ class SchemaNode:
         return self._any_of_node(schemas)
 
     def standalone_schema(self) -> Any:
-        """Include all definitions that the schema refers to."""
         return _SchemaExtractor(self.document).extract_schema(self.schema)
 
     def _object_schemas(self) -> Iterator[Mapping[str, Any]]:
@@ -148,7 +144,6 @@ class _VariantResolver:
 
 
 def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
-    """Ignore keywords that combine schemas."""
     types = schema.get("type")
     names = [one for one in (types if isinstance(types, list) else [types]) if one in JSON_TYPES]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -171,7 +166,7 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
 
 
 def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant]) -> list[TypeVariant]:
-    """If the sides have nothing in common, return the more specific side."""
+    """Returns the more specific side if they have nothing in common."""
     shared = []
     for one in left:
         for other in right:
@@ -189,7 +184,6 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
 
 
 def _common_json_type(one: str, other: str) -> str:
-    """Empty if there is none."""
     if one == other or other == ANY_TYPE:
         return one
     if one == ANY_TYPE:
@@ -258,7 +252,6 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
-    """None if the reference leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])

@@ -29,7 +29,7 @@ EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The APIs' words, in ascending order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
-"""Values of EFFORT_VARIABLES that turn thinking off in some templates."""
+"""These values of EFFORT_VARIABLES turn thinking off in some templates."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
 """Clients use these, whatever the template's name is."""
 
@@ -41,7 +41,7 @@ class ThinkingSwitch:
     off_variables: Mapping[str, Any] = field(default_factory=dict)
     """Empty if thinking is off by default or cannot be switched."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By variable: the template's word for each of the APIs' words."""
+    """The template's word for each of the APIs' words, by variable."""
     is_switchable: bool = False
 
     @classmethod
@@ -83,7 +83,7 @@ class ThinkingSwitch:
     def request_variables(
         self, effort: str | None, template_kwargs: Mapping[str, Any], template: str
     ) -> dict[str, Any]:
-        """Effort "none" or a client's alias can switch thinking off."""
+        """Effort "none" and clients' aliases can switch thinking off."""
         wanted = None if effort is None else effort != "none"
         for name in SWITCH_ALIASES:
             if isinstance(template_kwargs.get(name), bool) and not _has_variable(template, name):
@@ -98,7 +98,7 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
-    """The nearest accepted word; of two, the greater."""
+    """Chooses the nearest accepted word, and the greater one of two equally near."""
     accepted = [
         word
         for word in EFFORT_WORDS

@@ -1,7 +1,5 @@
-"""Beam search over the engine client; the rule is in engine/text/beams.py.
-
-Each step requests one more token of every beam. The prefix cache holds the rest, so a step costs about one token per
-beam.
+"""Beam search over the engine client, by the rule in engine/text/beams.py. Each step requests one more token of every
+beam. The prefix cache holds the rest.
 """
 
 from __future__ import annotations
@@ -48,16 +46,13 @@ class BeamSearchGeneration(Generation):
         self._weights_version = client.engine_core.weights_version
         self._client_call = client.begin_call(request.answer_id, request.authorized_caller.tenant)
         self._cancelled_prompts: set[int] = set()
-        """Prompt indices."""
         self._streams: set[OutputStream] = set()
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """None: beam search does not count them."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """Yield one step, or none if closed before."""
         n, limit = self.request.params.n, self.request.timeout
         try:
             async with asyncio.timeout(limit):
@@ -92,7 +87,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """Return the n best hypotheses, best first; after a cancellation, the best so far."""
+        """Returns the n best hypotheses, best first; after a cancellation, the best so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)
@@ -114,7 +109,6 @@ class BeamSearchGeneration(Generation):
     async def _request_next_tokens(
         self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
     ) -> list[EngineCoreOutput]:
-        """After a close or cancellation, return fewer outputs than beams."""
         request = self.request
         num_alternatives = max(2 * request.params.n, request.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)

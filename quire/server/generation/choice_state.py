@@ -16,12 +16,12 @@ from quire.server.generation.resolved_request import GenerationRequest, Prompt, 
 
 
 class AnswerToken(msgspec.Struct, frozen=True, gc=False):
-    """`logprob` is None only for the first token of an echoed prompt."""
+    """`logprob` is None only for an echoed prompt's first token."""
 
     token_id: int
     logprob: TokenLogprob | None
     offset: int
-    """In characters of the choice's text."""
+    """Position in characters of the choice's text."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
@@ -31,13 +31,13 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string, or the id from stop_token_ids."""
+    """The stop string, or an id of stop_token_ids."""
     token_ids: Sequence[int] = ()
-    """Tokens since the last delta, including the one that ended the answer."""
+    """Ids since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
-    """Only in a choice's first delta."""
+    """Set only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """Only in a choice's first delta; None for the first token."""
+    """Set only in a choice's first delta. None for the first token."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
@@ -50,13 +50,12 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
-        """Prompt tokens that could have been cached; None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
         """The generation sets this, `end_reason` and the two times."""
         self.end_reason = ""
         self.first_token_time: float | None = None
-        """`time.monotonic()`, like `last_token_time`."""
+        """`time.monotonic()`, as `last_token_time`."""
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
@@ -96,7 +95,6 @@ class ChoiceState:
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
-        """None: nothing to show yet."""
         output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
@@ -115,7 +113,7 @@ class ChoiceState:
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
-        # A token without text, such as part of a character, also makes a delta: clients time tokens by chunks.
+        # A token without text also makes a delta, because clients time tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
             return None
@@ -133,7 +131,7 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """The flag is True if a repetition ends the answer."""
+        """True if a repetition ends the answer."""
         if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
@@ -144,7 +142,6 @@ class ChoiceState:
     def _find_answer_end(
         self, output: EngineCoreOutput, delta: TextDelta, *, repeats: bool
     ) -> tuple[TextDelta, str | None, int | str | None]:
-        """Returns the delta, cut if the line rule ends the answer, with finish reason and stop reason."""
         if self._line_limiter is not None and (cut := self._line_limiter.cut_delta(delta)) is not None:
             return cut, "length", None
         if delta.stop_string is not None:
@@ -160,7 +157,7 @@ class ChoiceState:
         self.prefix_report = output.prefix or self.prefix_report
 
     def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
-        """Return tokens that start in the delta's text; none unless log probabilities were requested."""
+        """Returns tokens that start in the delta's text, if log probabilities were requested."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
@@ -203,7 +200,7 @@ class ChoiceState:
 
 
 def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
-    """The engine reports as many alternatives as any part of the request needs."""
+    """The engine reports as many alternatives as some part of the request needs."""
     return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 
@@ -218,9 +215,8 @@ class RepetitionDetector:
         self._token_ids: list[int] = []
 
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """Cut the output after the token that completes a repetition; True if there is one.
-
-        A token that ends the answer anyway is not checked, and keeps its own finish reason.
+        """Cuts the output after the token that completes a repetition; True if there is one. A token that ends the
+        answer anyway is not checked, and keeps its own finish reason.
         """
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
@@ -242,5 +238,5 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """Compare each of the last `length` tokens to the one `period` before it, if that is also among them."""
+    """True if the last `length` tokens repeat after every `period` tokens."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

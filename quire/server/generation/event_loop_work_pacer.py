@@ -35,9 +35,7 @@ class EventLoopWorkPacer:
     async def run_in_thread(
         self, work: Callable[Parameters, Result], *args: Parameters.args, **options: Parameters.kwargs
     ) -> Result:
-        """For work too long for one turn. Runs one piece at a time, so that threads do not compete with the event loop
-        for the GIL.
-        """
+        """Runs one longer piece of work at a time, so that threads do not compete with the event loop for the GIL."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **options))
 
     def close(self) -> None:

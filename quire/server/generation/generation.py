@@ -26,11 +26,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
-    """None if reasoning is not parsed."""
     metrics: Mapping[str, float | None] | None = None
-    """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
-    """One per prompt, if known."""
     first_token_time: float | None = None
     """`time.monotonic()`."""
 
@@ -40,7 +37,7 @@ class Usage:
 
     @property
     def cache_miss_fields(self) -> dict[str, object]:
-        """Tokens that were computed again, the main reason and the seconds; empty if none."""
+        """Tokens computed again, the main reason, and the seconds; empty if there are none."""
         reasons = Counter[str]()
         for report in self.prefix_reports:
             reasons.update(dict(report.tokens_by_reason))
@@ -121,7 +118,6 @@ class Generation(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """False if a choice was cut off."""
         return not self._has_cut_choices and all(choice.is_finished for choice in self._choices)
 
     @property
@@ -158,7 +154,7 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """Return each prompt's answers with the highest mean log probability per token, renumbered."""
+        """Returns each prompt's answers with the highest mean log probability per token, renumbered."""
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
@@ -170,7 +166,7 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """After a prompt's last choice, also count the prompt."""
+        """After a prompt's last choice, also counts the prompt."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(

@@ -10,19 +10,19 @@ from quire.server.generation.resolved_request import LineRule
 
 
 class LineLimiter:
-    """Applies a LineRule to the deltas of one answer. They must have token offsets."""
+    """Applies a LineRule to one answer's deltas, which must have token offsets."""
 
     def __init__(self, rule: LineRule) -> None:
         self._rule = rule
         self._deadline: float | None = None
         self._indent: int | None = None
-        """Of the current line so far; None after its indentation, and in the first line."""
+        """None after the current line's indentation, and in the first line."""
         self._num_characters = 0
         self._num_ids = 0
         self._num_offsets = 0
 
     def cut_delta(self, delta: TextDelta) -> TextDelta | None:
-        """Returns the answer's last delta, cut after the token that ends it; None if the answer continues."""
+        """Returns the answer's last delta, cut after the token that ends it, or None if the answer continues."""
         cut = self._find_cut(delta.text)
         if cut is None:
             self._num_characters += len(delta.text)
@@ -39,7 +39,7 @@ class LineLimiter:
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
-        """Returns the answer's length in `text`, and the position of the character that ends it."""
+        """Returns where the answer ends in `text`, and where the character that ends it is."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds

@@ -1,4 +1,4 @@
-"""Parses an answer's message as its tokens arrive. Stop strings apply only to its content, not to reasoning or tool
+"""Parses an answer's message as its tokens arrive. Stop strings apply only to content, not to reasoning or tool
 calls.
 """
 
@@ -14,30 +14,23 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Characters at the answer's end that are searched for a stop string. Content ends at the stop string, except for text
-that parsers hold back.
-"""
+"""A stop string is searched in this many last characters. It ends content, except for text that parsers hold back."""
 
 
 class MessageDeltaStream:
     """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
-        """`text` must have no stop strings."""
         self._text_stream = text
         self._parser = parser
         self._include_stop = params.include_stop_str_in_output
         self._stop_strings = StopStringMatcher(params.stop, include=self._include_stop) if params.stop else None
         self._unsearched_tokens = params.min_tokens
         self._has_dropped_calls = False
-        """Tool calls after a stop string were dropped."""
         self._raw_tail = ""
         self._text_length = 0
-        """In characters."""
         self._decided_length = 0
-        """Characters that cannot begin a stop string."""
         self._pending_offsets: list[int] = []
-        """Start positions of tokens not yet emitted."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -70,7 +63,6 @@ class MessageDeltaStream:
     def _push_token(
         self, delta: TextDelta, stops: StopStringMatcher, output: EngineCoreOutput
     ) -> tuple[MessageDelta, str | None]:
-        """Also return the stop string that the token completes."""
         tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
         self._unsearched_tokens -= tokens
@@ -92,7 +84,7 @@ class MessageDeltaStream:
         return MessageDelta(content, message.reasoning, message.tool_calls), None
 
     def _release_offsets(self, stop: str | None, stops: StopStringMatcher, *, final: bool) -> Sequence[int]:
-        """Tokens in or after a stop string are held back."""
+        """Holds back tokens in or after a stop string."""
         end = self._text_length if final else self._decided_length
         if stop is not None:
             place = self._raw_tail.rfind(stop)
@@ -108,7 +100,6 @@ class MessageDeltaStream:
 
 
 def _split_into_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """The last output has the finish reason; other fields are dropped."""
     if len(output.new_ids) < 2:
         return [output]
     *first, last = output.new_ids
@@ -126,5 +117,4 @@ def _join_deltas(one: MessageDelta, other: MessageDelta) -> MessageDelta:
 
 
 def _is_call_continuation(call: ToolCallDelta) -> bool:
-    """A continuation precedes the content."""
     return call.name is None

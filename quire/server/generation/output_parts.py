@@ -1,4 +1,4 @@
-"""Ordered parts of an answer (reasoning, text, tool calls), and whole answers collected from deltas."""
+"""An answer's ordered parts (reasoning, text, tool calls), and whole answers collected from deltas."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Per whole answer, or per stream that repeats them at its end; about 140 MB."""
+"""Limit for a whole answer, or a stream that repeats them at its end: about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
-"""For all answers together."""
 
 
 PartKind = Literal["reasoning", "text", "call"]
@@ -29,11 +28,9 @@ class OutputPart:
     function_name: str = ""
     text_pieces: list[str] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
-    """Set if log probabilities were requested."""
 
     @property
     def text(self) -> str:
-        """Reasoning, text, or arguments as JSON."""
         return "".join(self.text_pieces)
 
 
@@ -41,10 +38,9 @@ class OutputParts:
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
         self._pending_tokens: list[AnswerToken] = []
-        """Tokens whose text has not come yet."""
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
-        """Yield (part, piece). A new part ends the one before."""
+        """Yields (part, piece). A new part ends the previous one."""
         continued = 0
         while (
             continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None
@@ -99,9 +95,7 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts log probabilities that this process holds for whole answers, and for streams that repeat them in their
-    last events.
-    """
+    """Counts log probabilities held for whole answers, and for streams that repeat them at the end."""
 
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}
@@ -109,8 +103,8 @@ class LogprobBudget:
 
     @contextmanager
     def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """Yield a function that counts one call's steps. It raises InvalidRequest if the call holds too many log
-        probabilities; Overloaded if all calls together do, and this one holds the most.
+        """Yields a function that counts a step. It raises InvalidRequest if the call holds too many log probabilities;
+        Overloaded if all calls do, and this one holds the most.
         """
         call_key = object()
         self._logprobs_by_call[call_key] = 0
@@ -139,7 +133,7 @@ class LogprobBudget:
 async def collect_choices(
     steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[CollectedChoice]:
-    """Return choices sorted by index. `count_step` may raise."""
+    """Sorts choices by index. `count_step` may raise."""
     answers: dict[int, CollectedChoice] = {}
     async for step in steps:
         count_step(step)

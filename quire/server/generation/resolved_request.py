@@ -21,21 +21,18 @@ QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
 
 @dataclass(frozen=True, slots=True)
 class OptionQuestion:
-    """Answered by one token. From /v1/decisions, or from /v1/score with label_token_ids."""
+    """A question that one token answers."""
 
     type: QuestionType
     name: str | None
     options: Sequence[str | bool]
-    """A predicate's booleans, a choice's values, or the labels of a score's levels."""
+    """A predicate's booleans, a choice's values, or a score's level labels."""
     option_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesApiFields:
-    """Fields that do not affect generation."""
-
     echoed_fields: bytes
-    """A JSON object."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Tool name to (namespace, name in it)."""
     encrypts_reasoning: bool = False
@@ -43,9 +40,8 @@ class ResponsesApiFields:
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """This request's items to store or cache."""
     cache_for_websocket: bool = False
-    """Keep the response in memory, for the WebSocket's next request."""
+    """Keeps the response in memory for the WebSocket's next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
     continues_unstored_response: bool = False
@@ -56,15 +52,14 @@ class ResponsesApiFields:
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """For `echo`; None if only ids are known."""
+    """Needed for `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
-    """Start of each id in `text`, in characters; empty if not needed."""
+    """Each id's start in `text`, in characters; may be empty."""
     spans: tuple[MediaSpan, ...] = ()
     """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
     """Content of the spans, each image once."""
     adaptations: str = ""
-    """How the conversation was adapted to its template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,7 @@ class RepetitionRule:
     """vLLM's repetition_detection: an answer ends when its last tokens repeat a pattern `min_count` times."""
 
     max_pattern_size: int
-    """In tokens; 0 disables the rule."""
+    """Limit in tokens; 0 disables the rule."""
     min_pattern_size: int
     min_count: int
 
@@ -84,46 +79,38 @@ class LineRule:
     min_indent: int = 0
     """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
     max_seconds: float | None = None
-    """Counted from the first token. After this time, the answer ends at the next newline."""
+    """This long after the first token, the answer ends at the next newline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Made by the station `authorize`."""
-
     tenant: str = ""
     weight: float = 1.0
-    """Scheduling share."""
     priority: int = 0
-    """From the body or a trusted gateway."""
     cache_salt: str = ""
     """Already specific to the tenant."""
     adapter: Adapter | None = None
-    """None if the model name is not an adapter's."""
     chosen_id: str = ""
-    """The X-Request-Id header."""
     include_receipt: bool = False
     record_receipt: bool = False
-    """True if the answer or the receipt log needs a receipt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """Makes a recomputed answer the same one. Set by the station `identify`, from the journal if resumed."""
+    """Makes a recomputed answer the same one. The station `identify` sets it, from the journal if resumed."""
 
     id: str
     """Unique; prefix of the engine request ids."""
     requested_id: str = ""
     """Chosen by the caller; may not be unique."""
     created: int = 0
-    """Unix time in seconds."""
     seed: int | None = None
-    """From the body, or drawn so that the answer can be recomputed."""
+    """The body's, or drawn so that the answer can be recomputed."""
     resumable: bool = False
-    """Events are numbered and reproducible: each token is one step."""
+    """Events are numbered and reproducible: each token is a step."""
     num_earlier_attempts: int = 0
     cache_diagnosis: CacheDiagnosis | None = None
-    """Of the comparison with an earlier answer's prompt; None unless the body requests one."""
+    """Compares with an earlier answer's prompt, if the body requests it."""
     ignored_headers: str = ""
     """Request headers without effect, comma-separated."""
 
@@ -131,10 +118,8 @@ class AnswerIdentity:
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
     field: str
-    """The request field it came from."""
     grammar: Grammar
     headers: Mapping[str, str]
-    """Response headers about its schemas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,17 +128,13 @@ class ResolvedRequest:
 
     id_prefix: str = ""
     body_id: str = ""
-    """The body's request_id."""
     model: str
-    """The model name in the answer."""
     body_priority: int = 0
     body_cache_salt: str = ""
     timeout: float | None = None
-    """Seconds until the answer must be complete."""
     queue_timeout: float | None = None
-    """Seconds until the first token or vector must arrive."""
+    """Seconds until the first token or vector."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Response headers that the body determines."""
     caller: Caller | None = None
     identity: AnswerIdentity | None = None
 
@@ -204,19 +185,16 @@ class GenerationRequest(ResolvedRequest):
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Without the grammar and drawn seed that `sampling_params` adds."""
+    """Without the grammar and drawn seed, which `sampling_params` adds."""
     num_returned: int
     """A whole answer returns this many choices per prompt, the most likely ones; at most n."""
     session_id: str = ""
-    """The caller's name for the conversation."""
     keep_seconds: float = 0.0
-    """How long to pin the conversation's KV blocks."""
+    """How long to keep the conversation's KV blocks."""
     checked_grammar: CheckedGrammar | None = None
-    """Set by `check_grammars`."""
 
     beam_search: bool = False
     length_penalty: float = 1.0
-    """For beam search."""
     repetition_rule: RepetitionRule | None = None
     line_rule: LineRule | None = None
     message_format: RequestMessageFormat | None = None
@@ -225,7 +203,7 @@ class GenerationRequest(ResolvedRequest):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Each stream event contains the usage so far."""
+    """Each stream event has the usage so far."""
     echo: bool = False
     prompt_only: bool = False
     """Drop the one token that the engine must generate."""
@@ -233,21 +211,18 @@ class GenerationRequest(ResolvedRequest):
     prompt_logprobs: int | None = None
     """Alternatives per prompt token; None omits the field."""
     return_token_ids: bool = False
-    """Of prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
     """Adds timings to the usage; only with one choice."""
     body_receipt: bool = False
     allows_receipt: bool = True
-    """False if no caller reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
-    """Without a model. None if later prompts cannot be compared with this one."""
+    """Does not have its model yet. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
-    """Id of the earlier answer whose prompt is compared with this one."""
+    """The earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
-    """For the Decisions API, one per prompt."""
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
         assert self.checked_grammar is None, "checked once"
@@ -255,7 +230,7 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Include the checked grammar and the answer's seed."""
+        """Includes the checked grammar and the answer's seed."""
         grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
         return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
 
@@ -278,11 +253,11 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def prompt_tokens(self) -> int:
-        """Count each prompt once, regardless of `n`."""
+        """Counts each prompt once, regardless of `n`."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def system_fingerprint(self, model_fingerprint: str) -> str:
-        """Add the adapter's digest, which determines tokens too, to ServedModel.fingerprint."""
+        """Adds the adapter's digest, because adapters change tokens."""
         known, _, promise = model_fingerprint.rpartition("_")
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 

@@ -12,17 +12,16 @@ GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
 
 
 class RunningGeneration(Generic[GenerationType]):
-    """An admitted generation, and what admission, receipts and the journal do at its end."""
+    """Knows what admission, receipts and the journal do at its end."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
-        """`receipt_recorder`: None if no receipt is recorded, and for beam search."""
+        """`receipt_recorder`: None without a receipt, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []
 
     @property
     def needs_engine(self) -> bool:
-        """False if an earlier attempt computed the whole answer."""
         return self._receipt_recorder is None or self._receipt_recorder.needs_engine
 
     def choice_receipts(self) -> list[ChoiceReceipt]:

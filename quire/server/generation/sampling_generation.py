@@ -31,7 +31,6 @@ class SamplingGeneration(Generation):
         loop_work_pacer: EventLoopWorkPacer,
         timeline: Timeline | None,
     ) -> None:
-        """`engine_requests`: one per choice, in index order."""
         super().__init__(request, tokenizer, metrics)
         self._choices_by_id = {each.id: choice for each, choice in zip(engine_requests, self._choices, strict=True)}
         self._outputs = outputs
@@ -80,7 +79,7 @@ class SamplingGeneration(Generation):
         return step
 
     async def _process_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
-        """Handle one output per turn of the event loop: it may hold a whole prompt's log probabilities."""
+        """Handles one output per turn of the event loop: it may hold a whole prompt's log probabilities."""
         step = []
         for output in outputs:
             async with self._loop_work_pacer:
@@ -88,7 +87,6 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
-        """None: nothing to show yet."""
         choice = self._choices_by_id[output.id]
         if choice.is_finished:  # closed before this output was read
             return None
@@ -117,7 +115,7 @@ class SamplingGeneration(Generation):
 
     def close(self) -> None:
         self._outputs.close()
-        # Break the reference cycle to free the request without the garbage collector.
+        # Frees the request without garbage collection.
         self._outputs.sink = self._sink = None
         self._record_open_choices_as_cut("abort")
 

@@ -22,7 +22,6 @@ class VectorInput:
     ids: list[int]
     params: PoolingParams
     spans: tuple[MediaSpan, ...] = ()
-    """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
 
 
@@ -40,7 +39,6 @@ class VectorRequest(ResolvedRequest):
         return sum(len(each.ids) for each in self.inputs)
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One per input, in order."""
         caller = self.authorized_caller
         return [
             EngineCoreRequest(
@@ -61,23 +59,19 @@ class VectorRequest(ResolvedRequest):
 
 
 VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
-"""Writes JSON from the request, the weights version of the last vector, and one float32 vector per input."""
+"""Makes JSON from the request, the last vector's weights version, and a float32 vector per input."""
 
 
 class VectorGeneration:
-    """Call `collect_vectors` once; call `close` at any time."""
-
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
-        """`outputs` belong to `request.engine_requests()`."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """By unfinished request."""
         self._request_ids = list(self._open_prompt_tokens)
         self._outputs = outputs
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
-        """In input order; None if some were cut short. Raises EngineError, Timeout or QueueTimeout."""
+        """Returns vectors in input order; None if some were cut short. Raises EngineError, Timeout, QueueTimeout."""
         vectors_by_id: dict[str, np.ndarray] = {}
         try:
             async for outputs in self._outputs:
@@ -104,7 +98,6 @@ class VectorGeneration:
         self._record_end_of_open_requests("abort")
 
     def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
-        """Raises EngineError."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
             self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":

@@ -22,15 +22,15 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""For a request line with headers; also for a chunk's line with extensions, and for trailers."""
+"""Limit for a request line with headers, a chunk's line with extensions, and trailers."""
 MAX_HEADERS = 256
-"""Trailers included. Each lookup scans all headers."""
+"""Limit including trailers. Each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
-"""For head, chunk lines with extensions, and trailers together."""
+"""Limit for head, chunk lines and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
 """This many body bytes allow one more framing byte, so chunks of 24 bytes and more are never refused."""
 MAX_PIPELINED_REQUESTS = 100
-"""Reading pauses while requests wait, but a single read could bring thousands."""
+"""Reading pauses while requests wait, but one read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
 """Must arrive per read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
@@ -43,14 +43,13 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """Seconds per head and per piece of a body."""
+    """Limit for a head, and for each piece of a body."""
     write_timeout: float
-    """Seconds that an answer may wait for its reader."""
+    """How long an answer may wait for its reader."""
     client: EngineClient
-    """Counts clients beyond the write timeout in `slow_readers`."""
+    """Its `slow_readers` counts clients beyond the write timeout."""
 
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
-        """Unless the timer is cancelled, the client is disconnected."""
         return loop.call_later(self.write_timeout, self._disconnect_slow_reader, transport)
 
     def _disconnect_slow_reader(self, transport: BatchingTransport) -> None:
@@ -83,8 +82,8 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
 
 
 class UnchunkedSender:
-    """For HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length ends with
-    the connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
+    """Used for HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length ends
+    with the connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -105,9 +104,9 @@ class UnchunkedSender:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection has no deadline for slow requests or for clients that do not read, and no limit on headers
-    and trailers. Timers, cheaper than tasks, enforce the deadlines here. A byte counts as framing until it proves to be
-    the body's.
+    """uvicorn's connection has no deadline for slow requests or clients that do not read, and no limit on headers and
+    trailers. Timers, cheaper than tasks, enforce the deadlines here. A byte counts as framing until it proves to be the
+    body's.
     """
 
     transport: BatchingTransport
@@ -135,15 +134,13 @@ class HttpConnection(HttpToolsProtocol):
         """Bytes since the last piece with a body byte."""
         self._num_headers = 0
         self._body_chunks: list[bytes] = []
-        """Chunks in the data being parsed, passed on together."""
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        """Runs until the client reads sent data."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """The request answered now or last; `cycle` was received last."""
+        """The request answered now or last. `cycle` is the one received last."""
         self._is_refused = False
-        """Read nothing more; send the refusal after the answers to earlier requests."""
+        """If True, nothing more is read, and the refusal follows the answers to earlier requests."""
 
     # Receiving
 
@@ -307,7 +304,7 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Waits for the answers to earlier requests. Sends nothing if a response has begun."""
+        """Waits for answers to earlier requests. Sends nothing if a response has begun."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
@@ -347,7 +344,7 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
-        """Tokens then gather in the OutputStream."""
+        """Tokens gather in the OutputStream until `resume_writing`."""
         super().pause_writing()
         self.transport.writable = False
         self._write_timer = self._limits.start_write_timer(self.loop, self.transport)
@@ -369,7 +366,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.release_references()
         super().connection_lost(exc)
         self._notify_disconnect()
-        # Break cycles to free the connection now; the garbage collector runs rarely here.
+        # Frees the connection without garbage collection, which is rare.
         self.pipeline.clear()
         self._running_cycle = None
         self.cycle = None  # type: ignore[assignment]

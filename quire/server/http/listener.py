@@ -35,7 +35,7 @@ def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """One error names both a taken address and an invalid model."""
+    """Reports a taken address and an invalid model in one error."""
     try:
         if config.uds is None:
             return bind_tcp_socket(config.host, config.port)
@@ -50,7 +50,7 @@ def bind_or_explain(config: ServerConfig) -> socket.socket:
 
 
 def bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """Does not listen: connections are refused until the model is loaded. Raises ConfigError."""
+    """Does not listen yet: connections are refused until the model is loaded. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -64,8 +64,8 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Raises ConfigError. Replaces the file of a server that has ended and keeps its permissions. A new file gets
-    uvicorn's, with which every local user may connect.
+    """Replaces an ended server's file and keeps its permissions. Like uvicorn, lets every local user connect to a new
+    one. Raises ConfigError.
     """
     try:
         mode = _remove_stale_socket(path)
@@ -122,7 +122,6 @@ def _remove_stale_socket(path: Path) -> int:
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """None if there is no file."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -131,6 +130,5 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
-    """Warns if other machines can reach a server without keys."""
     if not (config.has_api_keys or listener.family == socket.AF_UNIX or is_loopback_listener(listener)):
         log.warning(UNPROTECTED_WARNING, config.host)

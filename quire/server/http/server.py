@@ -49,7 +49,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=False,  # server/observe/log_setup.py writes it
-                timeout_keep_alive=75,  # most proxies wait a minute; they must never reuse a closed connection
+                timeout_keep_alive=75,  # most proxies wait a minute, and must not reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
@@ -66,7 +66,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuse new generations with 503. Open ones fail after --shutdown-timeout."""
+        """Refuses new generations with 503. Open ones fail after --shutdown-timeout."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -80,7 +80,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Closing the event loop would cancel a dead engine's requests, with a traceback each."""
+        """Closing the event loop would cancel a dead engine's requests, each with a traceback."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
@@ -95,7 +95,6 @@ def _is_runtime_busy(runtime: ModelRuntime) -> bool:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError."""
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
     if config.ssl_certfile is None:
         if any(files.values()):
@@ -122,6 +121,5 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """Checked here, because OpenSSL only reports "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

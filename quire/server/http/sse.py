@@ -19,7 +19,6 @@ from quire.server.http.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
-"""Logged status if the client has left."""
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 EVENT_STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
@@ -28,12 +27,10 @@ EVENT_STREAM_HEADERS = (
 
 
 class EventStream(EventSourceResponse):
-    """Each chunk is one or more whole, encoded events.
-
-    `close` is called when the client disconnects and when the stream ends; it must end `chunks`. The status is sent
-    with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is raised and gets its
-    own status; a later one becomes the last event.
-
+    """Each chunk is one or more whole, encoded events. A disconnect and the stream's end call `close`, which must end
+    `chunks`.
+    The status is sent with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is
+    raised and gets its own status; a later one becomes the last event.
     sse-starlette's `__call__` would send the status before the first chunk, ping between frequent events, end streams
     that HttpServer drains, and take 0.4 ms per stream and microseconds per token.
     """
@@ -131,7 +128,6 @@ class EventStream(EventSourceResponse):
 
 @asynccontextmanager
 async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
-    """Also calls `close` at the end."""
     watcher = asyncio.create_task(_close_when_disconnected(receive, close))
     try:
         yield
@@ -141,7 +137,6 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Raises HTTPException if the client leaves."""
     task = asyncio.create_task(work)
 
     def cancel_task() -> None:

@@ -16,26 +16,25 @@ from quire.server.http.connection import ConnectionTimeouts
 from quire.server.http.write_batching import BatchingTransport, WriteBatcher
 
 MORE_PIECES_KEY = "quire.more_pieces"
-"""Key of websocket.receive: True if more pieces of the client's message follow."""
+"""Key of websocket.receive: True if more of the client's message follows."""
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
-"""Scope key of an asyncio.Event: once it is set, the server stops, and the application must close the connection."""
+"""Scope key of an asyncio.Event. When it is set, the server stops, and the application must close the connection."""
 _FEED_BYTES = 16 * 1024
 """Bytes parsed at a time: at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
-"""Maximum number of pings, pongs and fragments of a few bytes before a message ends."""
+"""Limit for pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
-"""Linux ends a connection whose data, such as a ping, its machine does not acknowledge for this long."""
+"""Linux ends a connection that does not acknowledge data, such as a ping, for this long."""
 _CLOSE_SECONDS = 2.0
-"""To wait for the client's close frame."""
 
 
 class WebSocketConnection(WSProtocol):
-    """uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients that do not
-    read, and cuts off open answers when the server stops. This one passes messages to the application in pieces as they
-    arrive, so that the application can bound their memory, and lets it close the connection when the server stops.
+    """Passes messages to the application in pieces, which it can refuse, and lets it close the connection when the
+    server stops. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients
+    that do not read, and cuts off open answers at the end.
     """
 
     transport: BatchingTransport
@@ -56,13 +55,11 @@ class WebSocketConnection(WSProtocol):
         self._unparsed = bytearray()
         self._parses_soon = False
         self._num_small_frames = 0
-        """Since the last whole message."""
         self._message_bytes = 0
         self._write_timer: asyncio.TimerHandle | None = None
         self._going_away = asyncio.Event()
 
     def take_over(self, transport: asyncio.Transport, head: bytes) -> None:
-        """Continue an HTTP connection. `head`: the handshake."""
         self.connection_made(transport)
         super().data_received(head)
 
@@ -88,7 +85,7 @@ class WebSocketConnection(WSProtocol):
         return message  # type: ignore[return-value]
 
     def _parse(self) -> None:
-        """A part at a time, with other connections in between: thousands of small frames take a second."""
+        """Parses in parts, with other connections in between, because thousands of small frames take a second."""
         self._parses_soon = False
         if self.transport.is_closing():
             return self._unparsed.clear()
@@ -125,7 +122,7 @@ class WebSocketConnection(WSProtocol):
             self._count_small_frame()
 
     def handle_ping(self, event: events.Ping) -> None:
-        """A client that does not read gets no pongs, which would pile up here."""
+        """A client that does not read gets no pongs, which would pile up."""
         self._count_small_frame()
         if self.transport.writable and not self.close_sent:
             super().handle_ping(event)
@@ -146,7 +143,6 @@ class WebSocketConnection(WSProtocol):
         self.transport.close()
 
     def handle_close(self, event: events.CloseConnection) -> None:
-        """Also answers malformed frames with their code."""
         if not self.close_sent and self.conn.state is ConnectionState.OPEN:
             self.transport.write(self.conn.send(event.response()))
         super().handle_close(event)

@@ -15,12 +15,11 @@ from quire.engine.common import clock
 log = logging.getLogger("quire.server")
 
 MAX_BUFFERED_BYTES = 16 * 1024
-"""More is written at once, so that backpressure shows."""
+"""More bytes are written at once, so that backpressure shows."""
 
 LINGER_SECONDS = 10.0
 """Lets a client that still sends read its refusal."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
-"""ASGI scope key for the connection's BatchingTransport."""
 
 
 def _always_false() -> bool:
@@ -30,7 +29,7 @@ def _always_false() -> bool:
 class WriteBatcher:
     def __init__(self) -> None:
         self.waiting_transports: list[BatchingTransport] = []
-        """If not empty, `flush_all` is scheduled."""
+        """`flush_all` is scheduled while this is not empty."""
 
     def flush_all(self) -> None:
         waiting, self.waiting_transports = self.waiting_transports, []
@@ -42,7 +41,7 @@ class WriteBatcher:
 
 
 class BatchingTransport(asyncio.Transport):
-    """Buffers writes until the loop's turn ends. Has only the methods that uvicorn uses."""
+    """Buffers writes until the loop's turn ends, with only the methods that uvicorn uses."""
 
     __slots__ = (
         "_buffer",
@@ -62,7 +61,6 @@ class BatchingTransport(asyncio.Transport):
         write_batcher: WriteBatcher,
         is_client_sending: Callable[[], bool] = _always_false,
     ) -> None:
-        """`is_client_sending`: True in the middle of a request."""
         super().__init__()
         self._transport = transport
         self._loop = loop
@@ -70,9 +68,8 @@ class BatchingTransport(asyncio.Transport):
         self._is_client_sending = is_client_sending
         self._buffer = b""
         self._is_lingering = False
-        """Writes nothing more, and drops input."""
+        """True while input is dropped and nothing more is written."""
         self.writable = True
-        """Set by the connection."""
         self.last_chunk_time = 0.0
         """time.monotonic()."""
 
@@ -103,7 +100,7 @@ class BatchingTransport(asyncio.Transport):
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Keep reading while the client sends: otherwise the system resets the connection, and the answer is lost (RFC
+        """Keeps reading while the client sends: otherwise the system resets the connection, and the answer is lost (RFC
         9112, 9.6).
         """
         self.flush_buffer()
@@ -125,7 +122,7 @@ class BatchingTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """`protocol` takes over the connection; nothing more is written here."""
+        """`protocol` takes over the connection."""
         self.flush_buffer()
         self.release_references()
         self._transport.set_protocol(protocol)
@@ -136,7 +133,6 @@ class BatchingTransport(asyncio.Transport):
         self._transport.abort()
 
     def release_references(self) -> None:
-        """Break reference cycles."""
         self.writable = False
         self._buffer = b""
         self._is_client_sending = _always_false

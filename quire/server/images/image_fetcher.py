@@ -22,22 +22,17 @@ from quire.engine.images.image_decoding import MAX_FILE_BYTES, image_error
 from quire.server.access.host_addresses import matches_any_host_pattern
 
 FETCH_TIMEOUT = 10.0
-"""Seconds per image, including redirects."""
 MAX_REDIRECTS = 3
 MAX_TOTAL_BYTES = 48 << 20
-"""Per request."""
 MAX_FETCHING_REQUESTS = 64
 _MAX_CONNECTIONS = 4
-"""Per request."""
 _NUM_LOOKUP_THREADS = 4
-"""An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
-"""Seconds per address of a host, except the last."""
+"""Limit per address of a host, except for the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
 )
-"""IPv6 networks that embed IPv4 addresses."""
 
 
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
@@ -48,7 +43,7 @@ class ForbiddenAddress(Exception):
 
 
 def is_public_address(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved ones."""
+    """False for private, loopback, link-local, multicast and reserved addresses."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -118,7 +113,7 @@ class ImageFetcher:
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
-        """`domains`: allowed hosts; *.example.com allows its subdomains, * any host. `look_up`: like getaddrinfo."""
+        """`domains`: allowed hosts; *.example.com allows its subdomains, * any. `look_up`: like getaddrinfo."""
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)
@@ -128,8 +123,8 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls`: URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest and the
-        errors of `charge_bytes`.
+        """`urls` maps each URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest
+        and the errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (
@@ -177,7 +172,6 @@ class ImageFetcher:
         raise image_error(where, f"its address redirects more than {MAX_REDIRECTS} times")
 
     def _validate_url_to_ascii(self, url: str, where: str) -> str:
-        """Raises InvalidRequest."""
         url = _url_to_ascii(url)
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")
@@ -192,7 +186,6 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """Returns the content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:
@@ -221,7 +214,7 @@ def _url_to_ascii(url: str) -> str:
 
 
 async def _result_or_error(fetch: Any) -> bytes | QuireError:
-    """An error must not cancel other fetches."""
+    """Returns an error instead of raising it, so that other fetches continue."""
     try:
         content: bytes = await fetch
     except QuireError as error:

@@ -9,7 +9,6 @@ from quire.server.protocol.chat import ChatMessage, ImagePart
 from quire.server.served_model import ServedModel
 
 MAX_FETCHED_IMAGES = 16
-"""Per request."""
 _MAX_SCHEME_LENGTH = 100
 FETCHING_DISABLED = (
     "this server does not download images: send a data: URL with the image in base64; the operator can allow hosts "
@@ -30,7 +29,7 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """In the order of the messages. Raises InvalidRequest, which names the field, and UnfetchedImagesError."""
+    """Follows the messages' order. Raises InvalidRequest, which names the field, and UnfetchedImagesError."""
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
         if model.multimodal_prompt_builder is None:

@@ -1,6 +1,6 @@
 """Keeps requested models awake within the memory limit. One task makes all changes, one at a time. A model is loaded on
 its first request and sleeps when idle. The least recently used one makes room first: at once without open requests,
-otherwise after its time slice; its requests wait.
+otherwise after its time slice, while its requests wait.
 """
 
 from __future__ import annotations
@@ -34,32 +34,25 @@ log = logging.getLogger("quire.server.multi_model.fleet")
 
 ModelState = Literal["unloaded", "loading", "awake", "sleeping"]
 OpenRuntime = Callable[[ModelEntry], AbstractAsyncContextManager[ModelRuntime]]
-"""Opens a ready model with an engine."""
 
 _PROCESS_OVERHEAD_BYTES = 256 * 2**20
-"""An engine process without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
-"""For this long, requests get a failed load's error."""
 
 
 @dataclass(eq=False, slots=True)
 class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
-    """None until loaded."""
     num_open: int = 0
-    """Requests that need the model awake."""
     waiting_since: float = 0.0
-    """Monotonic time since which requests wait; 0 if none waits."""
+    """Monotonic time; 0 if no request waits."""
     last_used_at: float = 0.0
-    """Monotonic time of the last request's arrival or end."""
     awake_since: float = 0.0
     is_loading: bool = False
     failure: QuireError | None = None
     failed_at: float = 0.0
     load_finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a load succeeds or fails."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     serve_task: asyncio.Task[None] | None = None
 
@@ -91,7 +84,6 @@ class ManagedModel:
 class ModelManager:
     def __init__(self, config: ModelsConfig, open_runtime: OpenRuntime) -> None:
         self.managed_models = [ManagedModel(entry) for entry in config.entries]
-        """The first is the default."""
         self._config = config
         self._open_runtime = open_runtime
         self._change_event = asyncio.Event()
@@ -110,14 +102,12 @@ class ModelManager:
         return sum(each.client.num_open for each in self.loaded_runtimes)
 
     def require_model(self, name: str) -> ManagedModel:
-        """Raises ModelNotFound."""
         for member in self.managed_models:
             if name in member.served_names:
                 return member
         raise model_not_found_error(name, [each for member in self.managed_models for each in member.served_names])
 
     def add_model(self, entry: ModelEntry) -> ManagedModel:
-        """Raises InvalidRequest if a name is taken."""
         for name in (*entry.config.model_names, *configured_adapter_names(entry.config)):
             if any(name in member.served_names for member in self.managed_models):
                 raise InvalidRequest(
@@ -133,7 +123,7 @@ class ModelManager:
         await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
-        """Load the first model. Raises the errors of its start, with the model's name."""
+        """Loads the first model. Raises the errors of its start, with its name."""
         first = self.managed_models[0]
         try:
             await self._load_model(first)
@@ -173,7 +163,7 @@ class ModelManager:
         return member.runtime
 
     async def abort_requests_and_unload(self, member: ManagedModel) -> None:
-        """Open requests fail with the advice to retry; the next one loads the model."""
+        """Open requests fail with the advice to retry; the next request loads the model."""
         if member.runtime is not None:
             runtime, unloaded = member.runtime, Overloaded("The model was unloaded. Please try again")
             member.stop_event.set()
@@ -195,7 +185,7 @@ class ModelManager:
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """At most one: close a dead model, wake one, or put one to sleep."""
+        """Makes at most one change: closes a dead model, wakes one, or puts one to sleep."""
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():
@@ -244,7 +234,6 @@ class ModelManager:
         await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
-        """Raises the errors of the engine's start."""
         log.info("models: loading %s", member.entry.name)
         member.is_loading, member.failure = True, None
         member.stop_event.clear()
@@ -263,7 +252,6 @@ class ModelManager:
             member.load_finished.set()
 
     def _check_fits_memory_limit(self, size: int) -> None:
-        """Raises ConfigError."""
         if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
             needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
             raise ConfigError(

@@ -37,9 +37,8 @@ _MODEL_SETTINGS = {
     "default_chat_template_kwargs",
     "chat_template_content_format",
 }
-"""Settings of one model; all others are the server's."""
 _PRESET_KEYS = ("system", "parameters")
-"""A table that names another table as its model is an alias. It may contain only these keys and `served_model_name`."""
+"""A table that names another as its model is an alias, and may have only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
 """They write to the disk or run code, so HTTP cannot set them."""
 _MAX_NAME_LENGTH = 256
@@ -47,8 +46,6 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ModelsFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory is in GiB."""
-
     memory: Annotated[float, Meta(gt=0)] | None = None
     idle_seconds: _Seconds = 600.0
     slice_seconds: _Seconds = 10.0
@@ -66,7 +63,7 @@ class ModelEntry:
     name: str
     config: ServerConfig
     idle_seconds: float
-    """Idle seconds before the model sleeps; 0: never."""
+    """Time until an idle model sleeps; 0: never."""
     sleep_level: int
     """1: the engine's process stays and wakes fast; 2: it ends."""
 
@@ -74,20 +71,15 @@ class ModelEntry:
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
     entries: tuple[ModelEntry, ...]
-    """At least one; the first is the default, loaded at startup."""
+    """The first entry is the default, loaded at the start."""
     memory_limit_bytes: int | None
-    """Limit for awake models; None: unlimited."""
     slice_seconds: float
-    """A model with open requests makes room only after this long."""
+    """A model with open requests makes room only after this time."""
     defaults: ModelsFileOptions
-    """For models that set no own value."""
     flags: Mapping[str, Any]
-    """Command-line settings of every model."""
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
-    """By model name."""
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
-        """Raises ConfigError."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
@@ -99,7 +91,6 @@ class ModelsConfig:
 
 
 def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
-    """`flags`: settings for every model. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -121,7 +112,6 @@ def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
 def parse_model_tables(
     where: str, tables: Mapping[str, Mapping[str, Any]], options: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelsConfig:
-    """`where`: prefix of errors. Raises ConfigError."""
     aliases = {name: table for name, table in tables.items() if table.get("model") in tables and table["model"] != name}
     entries = [
         _parse_entry(f"{where}: {name}", name, _without_preset_keys(table), options, flags)
@@ -163,7 +153,6 @@ def _with_more_served_names(entry: ModelEntry, names: Sequence[str]) -> ModelEnt
 
 
 def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Raises ConfigError."""
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:

@@ -38,7 +38,6 @@ router = APIRouter(include_in_schema=False)
 class _ModelNameBody(msgspec.Struct):
     model: str | None = None
     name: str | None = None
-    """Ollama's older clients use it."""
 
 
 class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,7 +46,6 @@ class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class _LoadBody(_ModelChangeBody):
     settings: dict[str, Any] | None = None
-    """Of a new model."""
 
 
 class _UnloadBody(_ModelChangeBody):
@@ -66,7 +64,7 @@ def create_multi_model_app(
     tenants: Tenants,
 ) -> FastAPI:
     """The lifespan runs the manager. GET /v1/models has each model's `state`; POST /v1/models/load and /unload need an
-    admin. Raises the errors of `build_app`.
+    admin. Raises as `build_app` does.
     """
 
     @asynccontextmanager
@@ -81,7 +79,7 @@ def create_multi_model_app(
 
 
 class MultiModelDispatcher:
-    """The query parameter `model` may name the model too. The first model is the default."""
+    """The query parameter `model` may name the model too."""
 
     def __init__(self, manager: ModelManager, models_config: ModelsConfig, added_models: AddedModels) -> None:
         self.manager = manager
@@ -129,7 +127,6 @@ class MultiModelDispatcher:
         )
 
     def _find_model(self, path: str, name: str | None) -> ManagedModel:
-        """Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
         if not name or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):

@@ -1,4 +1,4 @@
-"""Model aliases with their own system message and defaults, without an engine of their own."""
+"""Aliases of a model, with their own system message and defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ PRESET_PARAMETERS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-"""Under their names in a chat."""
 _OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 _COMPLETION_PARAMETERS = (*_SAMPLING_PARAMETERS, "max_tokens", "stop")
 _LLAMA_CPP_NAMES = {name: name for name in _COMPLETION_PARAMETERS} | {
@@ -50,19 +49,15 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/api/generate": ("system", {}),
     "/tokenize": ("messages", {"chat_template_kwargs": "chat_template_kwargs"}),
 }
-"""By path: the system message's field, and parameters' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
     system: str | None
-    """Used for requests without a system message."""
     parameters: Mapping[str, Any]
-    """Defaults, by their names in a chat."""
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
-    """`where`: prefix of errors. Raises ConfigError."""
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise ConfigError(f"{where}: system: must be a text")
     if not isinstance(parameters, dict):
@@ -82,7 +77,7 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
 
 
 def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
-    """Fill in what the body leaves out. An invalid body stays unchanged."""
+    """Fills in what the body leaves out. An invalid body stays unchanged."""
     path_fields = _FIELDS_BY_PATH.get(path)
     if path_fields is None:
         return
@@ -121,7 +116,6 @@ def _fill_system_message(content: dict[str, Any], field: str, system: str) -> No
 
 
 def _fill_field(content: dict[str, Any], name: str, value: Any) -> None:
-    """Template variables are merged; the request's take precedence."""
     if value is None:
         return
     if isinstance(value, Mapping) and isinstance(content.get(name), dict):

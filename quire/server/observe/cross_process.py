@@ -1,4 +1,4 @@
-"""Each API process (--api-server-count) counts part of the metrics, and any may be asked about a request."""
+"""With --api-server-count each process counts part of the metrics, and any may be asked about a request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CrossProcessObserver:
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
         self.recent_prompts: RecentPrompts | None = None
-        """Like http_metrics, not of one model."""
+        """Belongs to the server, not to one model, like http_metrics."""
         self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver
@@ -52,7 +52,6 @@ class CrossProcessObserver:
             self._hub.answering.add(LASTING, method_handler(self, observer_class.collect_own_samples))
 
     async def collect_peer_samples(self) -> list[PeerSample]:
-        """Ended processes' samples are included."""
         peer_samples = await self._call_peers(CrossProcessObserver.collect_own_samples, topic=LASTING)
         return [*self._ended_process_samples(), *chain.from_iterable(peer_samples)]
 
@@ -61,13 +60,12 @@ class CrossProcessObserver:
         return [*self._metrics.collect_samples(), *http, *self._ended_process_samples()]
 
     async def explain_peer_request(self, name: str, tenant: Tenant) -> bytes | None:
-        """None if no process knows it."""
         explanations = await self._call_peers(CrossProcessObserver.explain_own_request, name, tenant.name, tenant.admin)
         return explanations[0] if explanations else None
 
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
-        """JSON. None if the request is unknown here, or the tenant is neither its owner nor an admin. Only owners see
-        prompt content.
+        """Returns JSON; None if the request is unknown, or the tenant is neither its owner nor an admin. Only owners
+        see prompt content.
         """
         caller = _make_asgi_scope_for_tenant(owner, admin=admin)
         record = self._request_log.find_record(name, caller)
@@ -96,7 +94,6 @@ class CrossProcessObserver:
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
-        """Search all processes."""
         arguments = tenant, salt, session
         turns_found = [
             self.find_own_last_turn(*arguments),
@@ -128,7 +125,6 @@ class CrossProcessObserver:
         return self._client.cancel(request_id, tenant)
 
     async def _call_peers(self, method: Callable[..., Any], *arguments: object, topic: str = "") -> list[Any]:
-        """None results are dropped."""
         encoded_results = (
             [] if self._hub is None else await self._hub.ask(topic or method.__qualname__, encode_msgpack(arguments))
         )

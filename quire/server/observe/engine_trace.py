@@ -16,14 +16,13 @@ from quire.engine.core.request_history import RequestHistory, StepEntry, Timelin
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2
-"""Viewers show each process id as a group of tracks."""
+"""Viewers show a group of tracks per process id."""
 FIRST_STEP_TRACK = 1
-"""Further engines use the next tracks."""
 TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """JSON, built in a thread because that is slow, from copies of timelines that still change."""
+    """Builds JSON in a thread, because that is slow, from copies of timelines that still change."""
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)
@@ -40,7 +39,6 @@ async def record_trace(history: RequestHistory, seconds: float) -> bytes:
 def build_trace(
     steps: Sequence[StepEntry], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
 ) -> dict[str, Any]:
-    """`began` and `ended`: time.monotonic()."""
     overlapping = [each for each in timelines if (each.ended_at or ended) > began and each.submitted_at < ended]
     window = _RecordingWindow(began, ended)
     events = [*_track_name_events(replicas), *_request_events(overlapping, window)]
@@ -58,7 +56,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Microseconds per phase. Their sum is the recording's length times the number of engines."""
+    """Returns microseconds per phase. They add up to the recording's length times the number of engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":

@@ -41,19 +41,17 @@ OPERATION_NAMES = {
     "embd": "embeddings",
     "pool": "embeddings",
 }
-"""By id prefix. The conventions do not name scores, rankings and labels."""
+"""Operation names by id prefix. The conventions lack scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
 
 
 def operation_name(internal_id: str) -> str:
-    """The id's prefix is the default. `internal_id`: a call's or a sequence's."""
+    """Defaults to the id's prefix."""
     kind = internal_id.replace("_", "-").partition("-")[0]
     return OPERATION_NAMES.get(kind, kind)
 
 
 class GenAiHistograms:
-    """Makes one observation per choice or embedded input."""
-
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name
         self._first_token_seconds = Histogram(

@@ -48,7 +48,7 @@ _WEBSOCKETS_METRIC = "quire:websocket_connections"
 _START_TIME_METRIC = "process_start_time_seconds"
 _OWN_GAUGES = (_IN_FLIGHT_METRIC, _WEBSOCKETS_METRIC, _START_TIME_METRIC)
 _IN_PROCESS_SERVER = ("batch", None)
-"""Scope's `server` in the server's own requests."""
+"""Value of `server` in the server's own requests."""
 
 
 class HttpMetrics(Collector):
@@ -91,7 +91,7 @@ class HttpMetrics(Collector):
         return True
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None:
-        """Call for failed responses too. Byte counts are Content-Length headers; 0 if absent."""
+        """Also counts failed responses. Byte counts are Content-Length headers, or 0."""
         self._open_requests.dec()
         handler, seconds = self._route_template(scope), (record.ended_at or record.arrived_at) - record.arrived_at
         method = record.method if record.method in _METHODS else _UNKNOWN_METHOD
@@ -115,7 +115,6 @@ class HttpMetrics(Collector):
 
 
 def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
-    """Drop ended processes' gauges, and keep their counts."""
     process_gauges = (
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",

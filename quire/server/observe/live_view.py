@@ -18,15 +18,14 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Largest share of the engine's time for views; expensive views are taken less often."""
+"""Bounds the engine's time for views; expensive ones are taken less often."""
 MAX_LISTED_ENGINES = 8
-"""Further engines' memory is omitted."""
 OVERLAP_SECONDS = 4
 """Each `state` repeats these last complete seconds, for streams that missed an event."""
 
 
 class LiveView:
-    """All streams get the same events; slow readers skip some. No views are taken without streams."""
+    """All streams get the same events; slow readers skip some. Without streams, no views are taken."""
 
     def __init__(self, client: EngineClient, rolling_stats: RollingStats) -> None:
         self.state_event = b""
@@ -36,7 +35,6 @@ class LiveView:
         self._task: asyncio.Task[None] | None = None
 
     def hello_event(self, facts: dict[str, object]) -> bytes:
-        """`facts`: constants."""
         now = int(clock.time())
         history = [each.to_json() for each in self._rolling_stats.bins_since(now - HISTORY_SECONDS)]
         return _encode_event("hello", {**facts, "now": now, "kept_seconds": HISTORY_SECONDS, "history": history})
@@ -50,12 +48,11 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """A server that waits for open requests would never end."""
+        """Otherwise a server that waits for open requests would never end."""
         for stream in list(self._streams):
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
-        """A failure ends the streams, so that none hangs."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()
@@ -71,7 +68,6 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
-        """None during a long step or an engine's replacement."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()

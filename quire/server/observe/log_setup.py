@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 access_log = logging.getLogger("quire.access")
 UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
-"""Monitoring polls these."""
 EXTRA_FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
 
 
@@ -34,7 +33,6 @@ class JsonFormatter(logging.Formatter):
 
 
 _HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
-"""They log every request to the Hugging Face hub."""
 
 
 def set_up_logging(config: ServerConfig) -> None:

@@ -1,4 +1,4 @@
-"""Metrics that are read at scrape time."""
+"""Metrics read at scrape time."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ class CallbackCollector(Collector):
 def build_metric_family(
     kind: MetricFamilyClass, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Metric:
-    """`values`: by tuples of label values."""
     metric_family = kind(name, text, labels=labels)
     for label_values, value in values.items():
         metric_family.add_metric(label_values, value)
@@ -108,19 +107,16 @@ def build_metric_family(
 
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
-    """The label is the engine's number."""
     engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
 
     def per_engine(kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:
-        """`values`: one per engine."""
         values_by_labels = {(model_name, str(engine)): value for engine, value in enumerate(values)}
         return build_metric_family(kind, name, text, LABELS, values_by_labels)
 
     def per_engine_and_label(
         kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
     ) -> Metric:
-        """`values`: for each engine, by the value of `label`."""
         pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
         values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
         return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
@@ -155,7 +151,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """Calls that this process refused, by reason, and answers given up."""
+    """Counts calls that this process refused, by reason, and answers given up."""
     text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
@@ -179,7 +175,6 @@ def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Met
 def data_dir_metrics(
     read_view: Callable[[], DataDirStatus], results: Collection[str], model_name: str
 ) -> Iterator[Metric]:
-    """`read_view`: figures of all processes. `results`: a batch line's possible results."""
     view, model = read_view(), LABELS[:1]
     text = "Batches that have not ended."
     yield build_metric_family(

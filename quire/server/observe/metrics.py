@@ -135,7 +135,7 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE_LABEL = "0"
-"""vLLM's dashboards need an engine number; request metrics have this one."""
+"""vLLM's dashboards need an engine number, also for request metrics."""
 
 
 class Metrics:
@@ -144,7 +144,6 @@ class Metrics:
     def __init__(
         self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
     ) -> None:
-        """`rejections`: refused calls by reason."""
         self.model_name = model_name
         self._engine_registry = CollectorRegistry()  # equal in all API processes
         self._engine_registry.register(CallbackCollector(partial(engine_metrics, client, model_name)))
@@ -183,7 +182,6 @@ class Metrics:
         self._histograms[name].observe(value)
 
     def count_questions_by_type(self, question_types: Iterable[str]) -> None:
-        """Unknown types are ignored."""
         for question_type in question_types:
             if question_type in self._questions:
                 self._questions[question_type].inc()
@@ -202,7 +200,7 @@ class Metrics:
         generation_tokens: int,
         max_tokens: int | None,
     ) -> None:
-        """`decode_seconds`: from first to last token."""
+        """`decode_seconds`: time from first to last token."""
         self._finished_requests[reason].inc()
         self._observe_histogram("e2e_request_latency_seconds", seconds)
         self._observe_histogram("request_prompt_tokens", prompt_tokens)
@@ -218,7 +216,7 @@ class Metrics:
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
     def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
-        """As in vLLM, a metric that is always 1 has the configuration as labels."""
+        """As in vLLM, a constant metric has the configuration as labels."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
@@ -296,7 +294,7 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """By label value; the key is "" without a label."""
+    """Returns counters by label value, or under "" without a label."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 

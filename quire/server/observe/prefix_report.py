@@ -12,7 +12,6 @@ from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
-"""The latest turns of a conversation."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
     "evicted": "their blocks were evicted to make room",
     "computing": "another request was still computing them",
@@ -29,7 +28,7 @@ OWN_LOAD_TEXT = "their blocks were evicted; requests of this API key alone have 
 
 
 def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
-    """None if nothing is known. `decode`: only for callers that may read the prompt."""
+    """None if nothing is known. Only callers that may read the prompt pass `decode`."""
     report = timeline.prefix_report
     if report is None:
         return None
@@ -57,7 +56,6 @@ def conversation_turns(
 
 
 def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the turns of several processes."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 
 

@@ -1,4 +1,4 @@
-"""Without texts: neither request log nor history has any."""
+"""Recent answers without texts, which neither request log nor history has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
-    """Latest first. Reads MAX_ANSWERS and MAX_SEQUENCES at most, whatever --request-history keeps."""
+    """Returns the latest first. Reads at most MAX_ANSWERS and MAX_SEQUENCES, whatever --request-history keeps."""
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:
@@ -43,7 +43,6 @@ def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: in
 
 
 def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """`parts`: at least one."""
     answers = [answer for part in parts for answer in part["data"]]
     answers.sort(key=lambda each: -(each["created"] + each["wall_ms"] / 1000))
     tenants: dict[str, dict[str, Any]] = {}
@@ -61,7 +60,6 @@ def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[
 
 
 def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
-    """Lists adapters in use first."""
     running = {each.name for each in client.adapters(queued=False)}
     waiting = {each.name for each in client.adapters(queued=True)} - running
     states = [(name, "running" if name in running else "waiting" if name in waiting else "idle") for name in names]
@@ -105,8 +103,8 @@ def _tenant_totals(
     timelines: Mapping[str, Sequence[Timeline]],
     completion_times: Mapping[str | None, float | None],
 ) -> list[dict[str, Any]]:
-    """Largest first. `share` weighs tokens as the scheduler does: an output token counts as OUTPUT_TOKEN_COST prompt
-    tokens.
+    """Returns the largest first. `share` weighs tokens as the scheduler does: an output token counts as
+    OUTPUT_TOKEN_COST prompt tokens.
     """
     tenants: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -122,7 +120,6 @@ def _tenant_totals(
 
 
 def _add_shares_and_sort(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Largest share first."""
     costs = {
         name: each["computed_tokens"] + OUTPUT_TOKEN_COST * each["output_tokens"] for name, each in tenants.items()
     }

@@ -12,9 +12,9 @@ from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
-"""Per explanation, shared by its sequences. More than are kept of two sequences."""
+"""Limit per explanation, shared by its sequences. It suffices for all steps kept of two sequences."""
 MAX_BATCH_MATES = 10_000
-"""Per explanation; further mates are only counted."""
+"""Further mates are only counted."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show` takes a sequence id; rejected mates are only counted. `decode_tokens`: see describe_prefix_use."""
+    """`may_show` takes a sequence id; other mates are only counted. `decode_tokens`: see describe_prefix_use."""
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
     start = answer_start(record, timelines)
@@ -67,8 +67,8 @@ def answer_start(record: RequestRecord, timelines: Sequence[Timeline]) -> float:
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Phases of the sequence that ended last, from arrival to its end or `now`. "prepare" ends with submission to the
-    engine; "answer" lasts from the sequence's end to the response's.
+    """Phases of the sequence that ended last, up to `now`. "prepare" lasts from arrival to submission, "answer" from
+    the sequence's end to the response's.
     """
     if not timelines:
         return {"prepare": now - record.arrived_at}
@@ -141,7 +141,6 @@ def _explain_sequence(
 def _explain_batches(
     sequence: str, listed: Sequence[StepEntry], ms_since_start: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
-    """Successive steps with equal mates become one entry."""
     entries = []
     for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
         run_steps: list[StepEntry] = list(steps)

@@ -17,7 +17,7 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""For a path or traceparent, which may have 64 KiB."""
+"""Longer paths are cut and longer traceparents dropped; either may have 64 KiB."""
 
 
 @dataclass(slots=True)
@@ -25,26 +25,24 @@ class RequestRecord:
     """Times are time.monotonic(), except `created_at` (Unix seconds)."""
 
     request_id: str
-    """The caller's X-Request-Id, or a generated one."""
     method: str
     path: str
     traceparent: str | None
     created_at: float = field(default_factory=lambda: clock.time())
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     owner: str = ""
-    """Empty without API keys."""
     weight: float = 1.0
     status: int | None = None
     ended_at: float | None = None
     internal_id: str | None = None
     """The server's id (chatcmpl-…, msg_…), which begins its sequences' ids."""
     answer_id: str | None = None
-    """`internal_id`, or an id that the caller chose."""
+    """`internal_id`, or the caller's choice."""
     model: str | None = None
 
 
 class RequestLog:
-    """Keeps the latest `capacity` answers. Callers see their own key's answers, admins see all."""
+    """Keeps the latest `capacity` answers. Callers see those of their key, admins all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -68,7 +66,6 @@ class RequestLog:
 
     @property
     def records_oldest_first(self) -> list[RequestRecord]:
-        """In the order in which answering began."""
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
@@ -84,7 +81,6 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """None if not kept."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -109,7 +105,6 @@ class RequestLogMiddleware:
         end_listeners: Sequence[Callable[[RequestRecord], None]],
         counter: HttpRequestMetrics | None = None,
     ) -> None:
-        """`end_listeners`: called for complete and failed responses."""
         self._app = app
         self._end_listeners = end_listeners
         self._counter = counter
@@ -156,7 +151,6 @@ class RequestLogMiddleware:
 
 
 def _status_of(message: Message) -> int | None:
-    """None if the message does not begin the answer."""
     match message["type"]:
         case "http.response.start" | "websocket.http.response.start":
             return int(message["status"])
@@ -166,7 +160,6 @@ def _status_of(message: Message) -> int | None:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
-    """0 if missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 

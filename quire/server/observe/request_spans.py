@@ -18,16 +18,14 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
-"""vLLM's name."""
 
 
 class RequestSpanExporter:
-    """A span per answer, with its sequences' phases as children and the caller's span (header traceparent) as parent.
-    Attribute names are OpenTelemetry's for generative AI, otherwise vLLM's.
+    """A span per answer, below the caller's span (header traceparent), with its sequences' phases as children.
+    Attributes have OpenTelemetry's names for generative AI, otherwise vLLM's.
     """
 
     def __init__(self, exporter: SpanExporter, histories: Callable[[], Iterable[RequestHistory]]) -> None:
-        """`histories`: those of all loaded models."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -43,7 +41,6 @@ class RequestSpanExporter:
         self._histories = histories
 
     def export_request(self, record: RequestRecord) -> None:
-        """Skips requests without an answer."""
         if record.internal_id is None or record.ended_at is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -99,7 +96,6 @@ def create_otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 def _to_unix_nanoseconds(record: RequestRecord, moment: float) -> int:
-    """`moment`: time.monotonic()."""
     return int((record.created_at + moment - record.arrived_at) * 1e9)
 
 

@@ -72,11 +72,10 @@ class RollingStats:
     """Seconds without tokens have no bin."""
 
     def __init__(self, client: EngineClient, gap_listener: Callable[[Sequence[float]], None]) -> None:
-        """`gap_listener` gets gaps in bulk, ascending."""
+        """`gap_listener` gets many gaps at once, ascending."""
         self._client = client
         self._gap_listener = gap_listener
         self._gaps: list[float] = []
-        """They belong to `_gaps_bin`."""
         self._gaps_bin = SecondBin(0)
         self._bins: deque[SecondBin] = deque()
         self._generated_tokens, self._prompt_tokens = (
@@ -91,7 +90,6 @@ class RollingStats:
         return [each for each in self._bins if second <= each.second < now]
 
     def record_token_gap(self, seconds: float) -> None:
-        """`seconds` between two steps that gave a request tokens."""
         if not self._gaps:
             self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)
@@ -105,7 +103,7 @@ class RollingStats:
             self._gap_listener(gaps)
 
     def update_current_bin(self) -> SecondBin:
-        """Call when tokens arrived; adds those since the last call."""
+        """Called when tokens arrived; adds those since the last call."""
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(SecondBin(second))

@@ -11,7 +11,6 @@ LOG_INTERVAL_SECONDS = 10.0
 
 
 async def log_throughput_periodically(client: EngineClient, seconds: float = LOG_INTERVAL_SECONDS) -> None:
-    """Skips idle intervals."""
     before = client.engine_core.stats
     while True:
         await asyncio.sleep(seconds)

@@ -23,12 +23,11 @@ from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import get_model
 
 Resolution = ResolvedGeneration | VectorRequest | JsonReply
-"""A JsonReply is the answer itself."""
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises InvalidRequest, Overloaded and the stations' other errors. server/routes/error_handlers.py makes responses
-    of them.
+    """Raises InvalidRequest, Overloaded and the stations' other errors, which server/routes/error_handlers.py
+    answers.
     """
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
@@ -61,7 +60,6 @@ async def generate_and_write(
     durable: DurableRequest,
     on_written: EndCallback = do_nothing,
 ) -> Response:
-    """`on_written`: see `write_answer`."""
     reader_grace = durable.reader_grace_seconds(resolved)
     running = await begin_generation(request, resolved, durable)
     return await write_answer(request, running, writer, durable, on_written, reader_grace=reader_grace)
@@ -70,7 +68,7 @@ async def generate_and_write(
 async def prepare_generation(
     request: Request, resolution: ResolvedGeneration, durable: DurableRequest
 ) -> GenerationRequest:
-    """Complete the request before the engine has work."""
+    """Completes the request before the engine starts."""
     resolved = authorize(request, await check_grammars(request, resolution))
     fresh = replace(identify(resolved), cache_diagnosis=await diagnose_cache(request, resolved))
     return resolved.with_identity(await durable.identify(resolved, fresh))
@@ -79,7 +77,7 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Journals after submitting, before the first event. The caller must close the result."""
+    """Journals between submission and the first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     record_prompt(request, resolved)
     await durable.journal(resolved, running)

@@ -1,5 +1,5 @@
-"""Fourth station: the caller, its terms and the answer's id. server/access/authentication.py checks API keys before the
-body is read.
+"""Fourth station: the caller, its terms and the answer's id. server/access/authentication.py has checked the API key
+before the body was read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
 
 
 def identify(resolved: ResolvedRequest) -> AnswerIdentity:
-    """The body's request_id or X-Request-Id may choose the answer's id."""
+    """The body's request_id or X-Request-Id may set the answer's id."""
     chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
     seed = None
     if isinstance(resolved, GenerationRequest):

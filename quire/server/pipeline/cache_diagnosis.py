@@ -1,4 +1,4 @@
-"""Compares prompts with those of earlier answers if the request asks for it (server/cache_diagnostics.py)."""
+"""Compares prompts with those of earlier answers on request (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.runtime.server_context import get_server_context
 
 
 async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis | None:
-    """None unless the request asks for it. Answers of other keys, cache salts and APIs are not found."""
+    """Returns None unless requested. Does not find answers of other keys, cache salts or APIs."""
     if not resolved.comparison_id:
         return None
     if (fingerprint := _fingerprint_with_model(request, resolved)) is None:
@@ -34,7 +34,7 @@ def record_prompt(request: Request, resolved: GenerationRequest) -> None:
 
 
 def _fingerprint_with_model(request: Request, resolved: GenerationRequest) -> PromptFingerprint | None:
-    """None if the request has no fingerprint or the engine no prefix cache."""
+    """None without a fingerprint or a prefix cache."""
     runtime, adapter = get_runtime(request), resolved.adapter
     if resolved.fingerprint is None or not runtime.info.caches_prefixes:
         return None

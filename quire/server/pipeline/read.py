@@ -1,4 +1,4 @@
-"""First station."""
+"""First station: reads the body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.runtime.server_context import get_server_context
 
 @asynccontextmanager
 async def read_body(request: Request) -> AsyncIterator[BodyBuffer]:
-    """The body is received within limits and decompressed; its memory counts until the block ends. Raises the errors of
+    """Receives the body within limits and decompresses it; its memory counts until the block ends. Raises the errors of
     BodyReader.hold_request_body, and HTTPException if the client has left.
     """
     try:

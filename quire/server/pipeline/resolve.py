@@ -34,8 +34,8 @@ Resolver = Callable[[bytes, ServedModel, ServerConfig], Resolution]
 """Raises ModelNotFound, InvalidRequest with the parameter's name, NeedsWorker and UnfetchedImagesError."""
 
 QUICK_BYTES, SMALL_BYTES = 1024, 4096
-"""Quick bodies share a turn of the event loop; a small one takes about a millisecond and has its own turn. Larger ones
-go to a worker.
+"""Quick bodies share a turn of the event loop; a small one takes about a millisecond and has its own. Larger ones go to
+a worker.
 """
 BYTES_PER_TOKEN_ID = 32
 """A list entry's memory beyond its bytes in a message."""
@@ -48,9 +48,9 @@ async def resolve_body(
     *,
     extra_bytes: int = 0,
 ) -> Resolution:
-    """`keep_body` receives the body in pieces. `extra_bytes`: size of other input of the resolver. The
-    result's memory counts until the request is answered (server/access/memory_lease.py). Raises the errors of
-    `resolve`, read_body, WorkerPool.run_job and MemoryLease.grow_lease.
+    """`keep_body` receives the body in pieces. `extra_bytes`: size of the resolver's other input. The result's memory
+    counts until the request is answered (server/access/memory_lease.py). Raises the errors of `resolve`, read_body,
+    WorkerPool.run_job and MemoryLease.grow_lease.
     """
     async with read_body(request) as body:
         chunks = () if keep_body is None else tuple(body.chunks)
@@ -66,7 +66,6 @@ async def parse_request_body(request: Request, body_type: type[BodyType]) -> Bod
 
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
-    """Raises the errors of GrammarChecker.check_grammars."""
     if not resolved.grammars:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)
@@ -117,7 +116,6 @@ async def _resolve_here_or_in_worker(
 async def _fetch_images(
     runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
 ) -> dict[str, bytes]:
-    """Raises the errors of ImageFetcher.fetch_images."""
     async with runtime.fetch_semaphore.hold_slot(tenant.name):
         return await runtime.image_fetcher.fetch_images(urls, grow_lease)
 

@@ -25,7 +25,6 @@ from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written
 
 RESPONSE_CACHE_SCOPE_KEY = "quire.response_cache"
-"""Scope key of the ResponseCache. Only requests from a WebSocket have one."""
 
 
 class ResponseCache(Protocol):
@@ -36,7 +35,6 @@ class ResponseCache(Protocol):
 
 
 def response_cache_of(request: Request) -> ResponseCache | None:
-    """None for a POST."""
     response_cache: ResponseCache | None = request.scope.get(RESPONSE_CACHE_SCOPE_KEY)
     return response_cache
 
@@ -44,14 +42,13 @@ def response_cache_of(request: Request) -> ResponseCache | None:
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
     data: DataDir | None
-    """None if nothing is stored."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter
     response_cache: ResponseCache | None = None
 
     async def store_ended_response(self) -> None:
-        """Also adds the items to the response's conversation, and caches them for the WebSocket's next request."""
+        """Also adds the items to the conversation, and caches them for the WebSocket's next request."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
         if self.response_cache is not None and fields.cache_for_websocket and writer.status in ENDED_STATUSES:
@@ -98,7 +95,6 @@ class ResponseRecorder:
 
 
 async def answer_in_background(request: Request, recorder: ResponseRecorder, durable: DurableRequest) -> Response:
-    """Returns the event stream, or the queued response."""
     runtime = get_runtime(request)
     server = get_server_context(request)
     resolved = recorder.resolved

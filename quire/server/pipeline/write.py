@@ -19,9 +19,9 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""Version at the last token; for a stream, at its start."""
+"""Names the version at the last token; for a stream, at its start."""
 MAX_INLINE_NUMBERS = 2**14
-"""Writing their JSON takes a few milliseconds; threads write longer answers."""
+"""Larger answers are written in threads, because JSON of this size takes milliseconds."""
 
 
 async def do_nothing() -> None:
@@ -182,7 +182,7 @@ def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
 
 
 class TransportSink:
-    """Kept small: touching memory costs more than the work per token."""
+    """Small, because touching memory costs more than the work per token."""
 
     __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
 

@@ -89,7 +89,7 @@ class ChatRequest(GenerationBody):
     messages: Messages
     max_completion_tokens: TokenLimit | None = None
     n_predict: int | None = Field(None, ge=-1)
-    """llama.cpp's max_tokens. 0: only compute the prompt, into the prefix cache."""
+    """llama.cpp's max_tokens. 0: only compute the prompt into the prefix cache."""
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
@@ -106,7 +106,6 @@ class ChatRequest(GenerationBody):
     tools: ToolList = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: only the first call is kept."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """"none" also sets the template variable enable_thinking to false."""
     include_reasoning: bool = True
@@ -115,7 +114,7 @@ class ChatRequest(GenerationBody):
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """Name and value of the first field that is set. None: no limit."""
+        """The first field that is set. None: no limit."""
         values = {name: getattr(self, name) for name in ("max_completion_tokens", "max_tokens", "n_predict")}
         return next(((name, value) for name, value in values.items() if value is not None), ("max_tokens", None))
 
@@ -147,7 +146,6 @@ class ChatRequest(GenerationBody):
 
 
 def check_final_message_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
-    """Raises InvalidRequest."""
     if generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

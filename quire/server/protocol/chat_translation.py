@@ -1,4 +1,4 @@
-"""Base of other APIs' bodies. They are translated to a chat, and accept a chat's other fields."""
+"""Base of other APIs' bodies, which are translated to a chat and accept a chat's other fields."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ CHAT_EXTENSIONS = (
     "documents",
     "add_special_tokens",
 )
-"""Mean the same in every API."""
+"""Fields that mean the same in every API."""
 
 
 class TranslatableBody(ModelBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {}
-    """This API's names of a chat's fields."""
     accepted_extensions: ClassVar[tuple[str, ...]] = CHAT_EXTENSIONS
 
     def pick_extensions(self) -> dict[str, Any]:

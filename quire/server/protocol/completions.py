@@ -20,9 +20,8 @@ class CompletionRequest(GenerationBody):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
-    """Choices to generate; the n with the highest mean log probability per token are returned."""
+    """Choices to generate; returns the n with the highest mean log probability per token."""
     suffix: str = ""
-    """Text after the gap, for fill-in-the-middle models."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -33,7 +32,6 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_candidates(self) -> int:
-        """Per prompt. Raises InvalidRequest."""
         if self.best_of is None:
             return self.n
         if self.best_of < self.n:

@@ -23,14 +23,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Per body, including ineffective fields."""
+"""Limit per body, including ineffective fields."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""For logit_bias and stop_token_ids: each of n answers has a copy."""
+"""Each of n answers copies logit_bias and stop_token_ids."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Every token of an answer reports all of them."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
-"""Number of words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
 """Token ids per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words, sequence breakers
@@ -40,21 +39,19 @@ MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256
 MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
-"""Token ids or prompts; the context and MAX_PROMPTS limit them further."""
+"""Limit of token ids or prompts. The context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
-"""Each takes a token at least, so the context limits them too."""
+"""Each message takes at least a token, so the context limits them too."""
 MAX_CONTENT_PARTS = 10_000
-"""Per message."""
 MAX_DOCUMENTS = 10_000
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024
-"""Per message."""
 MAX_DETOKENIZE_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """Refuses a list at its first wrong entry; the others stay unread."""
+    """Refuses a list at its first wrong entry, without reading the others."""
 
     max_entries: int
 

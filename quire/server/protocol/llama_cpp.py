@@ -15,7 +15,6 @@ from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, En
 
 MAX_EXTRA_CHUNKS = 1024
 MAX_NAMES = 128
-"""Of samplers, and of response_fields."""
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "mirostat": (0,),
@@ -23,7 +22,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "image_data": ([],),
     "lora": ([],),
 }
-"""Fields with the values that are accepted: others would change the answer."""
+"""Accepted values by field; others would change the answer."""
 ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
 INFILL_SAMPLER_MIN_P = 0.2
 """Approximates the sampler `infill`, which drops tokens below this probability; min_p is a share of the largest."""
@@ -37,19 +36,17 @@ SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
     "xtc": ("xtc_probability", 0.0),
     "temperature": ("temperature", 1.0),
 }
-"""A sampler's field, and its neutral value, which is used if `samplers` does not contain the sampler."""
+"""A sampler's field, and the neutral value used if `samplers` lacks the sampler."""
 KNOWN_SAMPLERS = (*SAMPLER_FIELDS, "infill")
 PENALTIES_SAMPLER = "penalties"
-"""Named without effect: its fields apply anyway."""
 
 Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A token or a text, and a bias.")]
 
 
 class LlamaCppBody(EngineRequestBody):
     n_predict: int | None = None
-    """Negative: no limit but the context. 0: only compute the prompt, into the prefix cache."""
+    """Negative: only the context limits. 0: only compute the prompt into the prefix cache."""
     max_tokens: int | None = None
-    """Same as n_predict."""
     n_cmpl: int = 1
     temperature: float | None = None
     top_k: int | None = Field(None, lt=2**31)
@@ -68,9 +65,7 @@ class LlamaCppBody(EngineRequestBody):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
-    """The samplers that apply; default: all."""
     seed: int | None = None
-    """-1: random."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool = False
     logit_bias: (
@@ -78,25 +73,23 @@ class LlamaCppBody(EngineRequestBody):
         | Annotated[dict[str, float | bool], MaxEntries(MAX_LISTED_TOKEN_IDS)]
         | None
     ) = None
-    """false: never."""
     grammar: str = ""
-    """GBNF."""
     json_schema: Any = None
     n_probs: int = Field(0, ge=0)
     n_indent: int = Field(0, ge=0)
     """The answer ends at a line that begins with fewer spaces and tabs."""
     t_max_predict_ms: float = Field(0.0, le=86_400_000.0)
-    """Once this time has passed since the first token, the answer ends at the next newline; 0 or less: no limit."""
+    """Once this long after the first token, the answer ends at the next newline; 0 or less: no limit."""
     stream: bool = False
     return_tokens: bool = False
     response_fields: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
     """Paths such as timings/prompt_ms; default: all."""
     cache_prompt: bool = True
-    """Without effect: the prefix cache never changes an answer."""
+    """Has no effect: the prefix cache never changes an answer."""
 
     @property
     def num_tokens(self) -> int:
-        """-1: no limit but the context."""
+        """-1: only the context limits."""
         count = self.max_tokens if self.n_predict is None else self.n_predict
         return -1 if count is None else max(-1, count)
 
@@ -129,9 +122,6 @@ class InfillChunk(BodyModel):
 
 class InfillRequest(LlamaCppBody):
     input_prefix: str
-    """The lines before the cursor's line."""
     input_suffix: str
-    """Text after the cursor."""
     input_extra: Annotated[list[InfillChunk], MaxEntries(MAX_EXTRA_CHUNKS)] = Field(default_factory=list)
     prompt: str = ""
-    """The cursor's line up to the cursor."""

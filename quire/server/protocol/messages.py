@@ -58,7 +58,6 @@ class ImageBlock(CacheableBlock):
 
     @property
     def url(self) -> str:
-        """As in a chat."""
         source = self.source
         return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
 
@@ -151,10 +150,9 @@ class CountTokensRequest(TranslatableBody):
     tools: Annotated[list[InputTool], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
-    """If missing, the model does not think, as in Anthropic's API, provided that its template can turn thinking off."""
+    """If missing, the model does not think, as in Anthropic's API, if its template can turn thinking off."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """Older name of output_config.format."""
     cache_control: CacheControl | None = None
 
     @property
@@ -192,13 +190,12 @@ class MessagesRequest(CountTokensRequest):
     }
 
     max_tokens: TokenLimit
-    """Reduced to the context."""
     stop_sequences: Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = Field(None, lt=2**31)
     stream: bool = False
     metadata: dict[str, Any] | None = None
-    """Without effect."""
+    """Has no effect."""
     diagnostics: Diagnostics | None = None
     """If set, later messages can be compared with this one."""

@@ -31,7 +31,6 @@ class OllamaMessage(BodyModel):
     content: str = ""
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
-    """Base64."""
     tool_calls: Annotated[list[OllamaCall], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -56,7 +55,7 @@ class Options(RequestBody):
     top_p: float | None = None
     min_p: float | None = None
     top_n_sigma: float | None = None
-    """Ollama does not have this field, XTC's and DRY's. Presets may set them."""
+    """Ollama lacks this field, XTC's and DRY's; presets may set them."""
     typical_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
@@ -78,7 +77,7 @@ class OllamaGenerationBody(ModelBody):
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
-    """Without effect: models stay loaded."""
+    """Has no effect: models stay loaded."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         options = [f"options.{name}" for name in self.options.model_extra or {}]
@@ -97,7 +96,6 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     raw: bool = False
     """True: the template does not render the prompt."""
     images: list[str] = Field(default_factory=list)
-    """Base64."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         if (self.model_extra or {}).get("template"):
@@ -123,11 +121,9 @@ class OllamaEmbeddingsRequest(ModelBody):
 
 class OllamaShowRequest(ModelBody):
     name: str | None = None
-    """Older name of model."""
     verbose: bool = False
 
 
 class OllamaPullRequest(ModelBody):
     name: str | None = None
-    """Older name of model."""
     stream: bool = True

@@ -20,36 +20,31 @@ class UpdateWeightsRequest(RequestBody):
     path: Annotated[str, Field(max_length=4096)] | None = None
     """Safetensors folder or GGUF file."""
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
-    """Used instead of path: rank 0 broadcasts these next, in this order."""
+    """Instead of path: rank 0 broadcasts these next, in this order."""
     last: bool = True
-    """True: after this request, the model is complete and can be served."""
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Open requests continue with the new weights (keep), finish first (wait), or end (abort)."""
     version: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,100}$")] | None = None
-    """Default: a counter."""
 
 
 class WeightsGroupRequest(RequestBody):
     master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
-    """Of rank 0, the sender."""
+    """Rank 0, the sender, listens there."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
-    """This server's."""
     world_size: Annotated[int, Field(ge=2, le=65536)] = 2
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
-    """Seconds to wait for members, at the start and per broadcast."""
+    """Seconds to wait for members at each step."""
 
 
 class CallRequest(RequestBody):
     method: Annotated[str, Field(max_length=200)]
-    """A name; only programs can pass functions."""
     args: list[Any] = Field(default_factory=list)
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
 
     @property
     def call_kwargs(self) -> dict[str, Any]:
-        """Raises InvalidRequest."""
         kwargs = (self.model_extra or {}).get("kwargs", {})  # cannot be a field's name
         if not isinstance(kwargs, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")
@@ -59,12 +54,10 @@ class CallRequest(RequestBody):
 class LoadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_path: str = Field(max_length=4096)
-    """A PEFT folder, or a hub id."""
     load_inplace: bool = False
-    """Replaces the adapter served under this name."""
 
 
 class UnloadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_int_id: int | None = None
-    """Without effect."""
+    """Has no effect."""

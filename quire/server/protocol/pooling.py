@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text or token ids; for a model that accepts images, send them in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Keys of image inputs in Jina's, vLLM's and Cohere's APIs."""
+"""Jina's, vLLM's and Cohere's image inputs have these."""
 
 
 def _explain_image_input(value: Any) -> str:
@@ -35,7 +35,7 @@ TextList = Annotated[list[str], MaxEntries(MAX_PROMPTS)]
 
 class PoolingBody(EngineRequestBody):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Tokens to keep, including special ones; -1: the model's maximum."""
+    """Tokens to keep, with special ones; -1: the model's maximum."""
     truncation_side: Literal["left", "right"] = "right"
     """right keeps the first tokens."""
     use_activation: bool | None = None
@@ -43,7 +43,6 @@ class PoolingBody(EngineRequestBody):
     normalize: bool | None = None
     """Alias of use_activation."""
     user: str | None = None
-    """Without effect."""
 
     @property
     def wants_activation(self) -> bool | None:
@@ -56,7 +55,6 @@ class InputBody(PoolingBody):
     ]
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """One of the model's prefixes for inputs, such as "query"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +95,7 @@ class CohereEmbedRequest(PoolingBody):
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
-    """End to cut from texts beyond the model's limit or max_tokens."""
+    """The end to cut from texts beyond the model's limit or max_tokens."""
 
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:
@@ -151,7 +149,6 @@ class RerankRequest(TextPairBody):
     query: str
     documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
-    """0 and None: all."""
     return_documents: bool | None = None
     """Default: true; false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)

@@ -54,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""They would change the answer, so they are refused except with these neutral values."""
+"""Other values would change the answer, so only these neutral ones are accepted."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -66,7 +66,7 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; webhooks are not sent"),
 }
-"""What to use instead of, mostly, SGLang's and llama.cpp's parameters."""
+"""Alternatives to unsupported parameters, mostly of SGLang and llama.cpp."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
 """Beam search refuses others."""
@@ -97,13 +97,9 @@ IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
 """Tells how a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
-"""Limit for X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
-"""Limit for X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
-"""Characters, in X-Ignored-Params."""
 MAX_SESSION_TTL = 86_400.0
-"""Seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """Safe in logs and headers."""
 
@@ -199,7 +195,7 @@ class EngineRequestBody(ModelBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With include_usage: every chunk has the usage so far."""
+    """With include_usage, every chunk has the usage so far."""
 
 
 class KvTransferParams(RequestBody):
@@ -243,7 +239,7 @@ class GenerationBody(SamplingBody):
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
     dry_sequence_breakers: Annotated[list[str], MaxEntries(MAX_SEQUENCE_BREAKERS)] | None = None
-    """Texts that end DRY's repetitions; null: newline, colon, quotation mark and asterisk."""
+    """They end DRY's repetitions; null: newline, colon, quotation mark and asterisk."""
     n: int = 1
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
@@ -274,7 +270,7 @@ class GenerationBody(SamplingBody):
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
     """Log probabilities are divided by length ** length_penalty."""
     receipt: bool = False
-    """For `quire replay`, like the header X-Receipt: 1."""
+    """Requests a receipt for `quire replay`, like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
     """The conversation; its KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
@@ -297,7 +293,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Another server's prompt ids; empty without them."""
+        """Prompt ids from another server, if any."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property

@@ -18,12 +18,12 @@ def namespaced_tool_name(namespace: str, name: str) -> str:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Returns base64 for the client to send back; not secret."""
+    """Base64 that the client sends back; not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def decode_reasoning_or_empty(encrypted_content: str) -> str:
-    """ "" for another server's content."""
+    """Empty for another server's content."""
     try:
         return base64.b64decode(encrypted_content, validate=True).decode()
     except (binascii.Error, ValueError):

@@ -19,9 +19,7 @@ MAX_METADATA_ENTRIES = 16
 MAX_IDENTIFIER_LENGTH = 64
 """OpenAI's limit for safety_identifier and prompt_cache_key."""
 MAX_ECHOED_BYTES = 1 << 20
-"""For instructions, tools and text.format, which open answers hold to repeat them. Agents with a hundred tools have 100
-KB.
-"""
+"""Open answers hold instructions, tools and text.format to repeat them. Agents with a hundred tools have 100 KB."""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -128,7 +126,7 @@ class ConversationId(BodyModel):
 
 class PromptCacheOptions(BodyModel):
     comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
-    """The answer's prompt_cache_diagnostics compare its prompt with this response's."""
+    """prompt_cache_diagnostics compare the answer's prompt with this response's."""
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False
@@ -160,20 +158,18 @@ class ResponsesRequest(TranslatableBody):
     truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Without effect, because there is no obfuscation."""
+    """Has no effect, because there is no obfuscation."""
     store: bool | None = None
-    """Default: true if the server stores responses."""
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     generate: bool = True
-    """False: generate nothing, but compute the prompt into the prefix cache. The response can be continued."""
+    """False: only compute the prompt into the prefix cache. The response can be continued."""
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
-    """Only repeated in the answer."""
+    """The answer repeats it."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
     prompt: Any = None
-    """Not supported."""
 
     @property
     def conversation_id(self) -> str | None:
@@ -181,7 +177,6 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-        """Yields (namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

@@ -25,10 +25,9 @@ BATCH_ENDPOINTS = (
     "/pooling",
 )
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400
-"""OpenAI's limits."""
 ExpirySeconds = Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)]
 MAX_ADDED_ITEMS = 20
-"""Per request, as OpenAI."""
+"""OpenAI's limit per request."""
 AddedItems = Annotated[list[InputItem], MaxEntries(MAX_ADDED_ITEMS)]
 
 
@@ -65,6 +64,5 @@ class WarmRequest(ModelBody):
     """POST /v1/sessions/{id}/warm. The body is optional."""
 
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
-    """That of the conversation's requests."""
+    """The conversation's requests must have the same."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds from now. Default: the last request's."""

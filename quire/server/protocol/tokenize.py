@@ -29,7 +29,6 @@ class TokenizeRequest(ModelBody):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template: str | None = None
-    """Replaces the model's, if the operator allows it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: ToolList = Field(default_factory=list)
 

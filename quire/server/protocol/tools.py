@@ -24,7 +24,7 @@ class FunctionSpec(ExtraFieldsModel):
     name: ToolNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of an object; None: no arguments."""
+    """JSON schema; None: no arguments."""
     strict: bool | None = None
 
 
@@ -176,7 +176,7 @@ class CustomToolCall(ExtraFieldsModel):
     custom: CustomInput
 
     def to_function_call(self) -> dict[str, Any]:
-        """As the model wrote it: a function call with the input as its argument."""
+        """Returns what the model wrote: a function call with the input as its argument."""
         arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}

@@ -11,9 +11,9 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Schemas with objects left open, because it cannot be decided which schemas they merge."""
+"""Header that names schemas whose objects stay open, because what they merge cannot be decided."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""Tools with calls that follow only part of their schema, because no grammar can enforce all of it."""
+"""Header that names tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 
@@ -23,7 +23,7 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """In a chat, content includes what the model writes around it."""
+    """A chat's content includes what the model writes around it."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
         """Returns grammars to check, with their parameters. Answers match the last one; an empty list allows any text.
@@ -72,7 +72,6 @@ class AnswerGrammar:
         return {name: ", ".join(places[:_MAX_HEADER_LOCATIONS]) for name, places in places_by_header.items() if places}
 
     def with_weaker_tools(self, levels: Mapping[str, int]) -> AnswerGrammar:
-        """See RequestTools.with_weaker_schemas."""
         return replace(self, tools=self.tools.with_weaker_schemas(levels))
 
 

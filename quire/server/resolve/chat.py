@@ -26,7 +26,7 @@ from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
 
 PROMPT_TAIL_TOKENS = 32
-"""The prompt's last tokens show whether the model is thinking."""
+"""The last tokens show whether the model is thinking."""
 
 
 CHAT_FORM = AnswerForm(ChatWriter, "chatcmpl-")
@@ -45,7 +45,6 @@ def resolve_chat_request(
     ignored: Sequence[str] = (),
     caller_fields: CallerFields | None = None,
 ) -> ResolvedGeneration:
-    """`ignored`: further parameters without effect."""
     name = model.resolve_model_name(body.model)
     tools = resolve_request_tools(
         body,
@@ -101,7 +100,6 @@ def resolve_chat_request(
 
 
 def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
-    """A request's template replaces the model's."""
     template = body.chat_template or formats.template_text
     switched = formats.thinking_switch if body.chat_template is None else NO_SWITCH
     known = SWITCH_ALIASES if switched.is_switchable else ()
@@ -122,7 +120,6 @@ def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[
 def build_message_format(
     body: ChatRequest, tools: RequestTools, prompt: Prompt, model: ServedModel
 ) -> RequestMessageFormat | None:
-    """None if all text is content."""
     reasoning, delimiters = model.chat_formats.reasoning_format, model.chat_formats.content_delimiters
     if reasoning is None and tools.tool_format is None and delimiters is None:
         return None

@@ -11,7 +11,6 @@ from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000
-"""Per call."""
 
 
 class NeedsWorker(Exception):
@@ -26,7 +25,7 @@ def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: 
 
 
 def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
-    """`num_tokens`: of all prompts, because the engine sends their log probabilities in one message."""
+    """`num_tokens` counts all prompts, because the engine sends their log probabilities in one message."""
     if alternatives is not None and num_tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs (or logprobs with echo) of {num_tokens} prompt tokens with {alternatives} alternatives "
@@ -36,7 +35,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """Per answer, by field: number of token ids; a grammar's characters / 16."""
+    """Returns token ids per answer, by field. A grammar counts as characters / 16."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
@@ -48,7 +47,7 @@ def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[
 
 
 def check_copied_params_size(params: SamplingParams, grammar: Grammar | None, num_answers: int) -> None:
-    """Each answer sends its own copy to the engine."""
+    """Each answer sends a copy to the engine."""
     sizes = copied_param_sizes(params, grammar)
     if sum(sizes.values()) * num_answers > MAX_COPIED_PARAMS_SIZE:
         most = max(sizes, key=lambda name: sizes[name])
@@ -66,7 +65,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
 
 
 def check_no_surrogates(text: str, param: str) -> None:
-    """JSON can spell half a surrogate pair; UTF-8 cannot."""
+    """JSON can spell half a surrogate pair, which UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -76,12 +75,11 @@ def check_no_surrogates(text: str, param: str) -> None:
 
 
 def check_json_no_surrogates(value: Any, param: str) -> None:
-    """For values that answers repeat."""
     check_no_surrogates(json.dumps(value, ensure_ascii=False), param)
 
 
 def check_prompt_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
-    """A prompt needs at least one token, and room for one more."""
+    """A prompt needs at least one token and room for another."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) >= max_model_len:

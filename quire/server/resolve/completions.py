@@ -39,9 +39,7 @@ def resolve_completion_request(
     allows_no_tokens: bool = False,
     line_rule: LineRule | None = None,
 ) -> ResolvedGeneration:
-    """`ignored`: further parameters without effect. `allows_no_tokens`: with max_tokens 0, only compute the
-    prompt, into the prefix cache.
-    """
+    """`allows_no_tokens`: max_tokens 0 only computes the prompt into the prefix cache."""
     name = model.resolve_model_name(body.model)
     headers = ignored_params_header([*ignored, *body.check_params_and_list_ignored()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)

@@ -20,17 +20,15 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 
 MAX_JSON_DEPTH = 100
 MAX_LISTED_ERRORS = 10
-"""Per message."""
 _OBJECT_ERRORS = ("dict_type", "model_type", "model_attributes_type")
-"""pydantic words these errors in Python terms."""
+"""Errors that pydantic describes in Python's terms."""
 _UNREADABLE_CONTENT = ("audio", "video", "file", "document")
-"""Parts of unsupported content types' names."""
 _QUOTED_WORD = re.compile(r"'([^']*)'")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NON_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
-"""Maps brackets to signed bytes: +1 opening, -1 closing."""
+"""Maps brackets to signed bytes: +1 opens, -1 closes."""
 
 
 def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
@@ -69,7 +67,7 @@ def validate_body(body_fields: dict[str, Any], model: type[BodyType]) -> BodyTyp
 
 
 def is_too_deep(body: bytes) -> bool:
-    """Ignores brackets in strings. Also takes invalid JSON."""
+    """Ignores brackets in strings; invalid JSON is allowed."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return False
     changes = array("b", _JSON_STRING.sub(b"", body).translate(_BRACKET_DEPTHS, _NON_BRACKETS))
@@ -77,7 +75,7 @@ def is_too_deep(body: bytes) -> bool:
 
 
 def validation_message(details: Sequence[Any], body_fields: dict[str, Any], model: type[BaseModel]) -> str:
-    """Keeps one message per path: for a union, the first or one of ours."""
+    """Keeps one message per path. Of a union's, it is the first or one of ours."""
     by_place: dict[str, str] = {}
     for one in details:
         place, value = _error_path_and_value(one, body_fields)
@@ -104,7 +102,7 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """True if `part` is the object's kind and not its field: another of its fields follows in the path."""
+    """True if `part` is the object's kind and not its field: another of its fields then follows in the path."""
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 
@@ -129,7 +127,7 @@ def _unsupported_tool_message(kind: object) -> str:
 
 
 def _suggestion(detail: Any, value: Any, model: type[BaseModel]) -> str:
-    """`; did you mean …?` for an almost known field or word, otherwise ""."""
+    """Returns `; did you mean …?` for an almost known field or word, or ""."""
     if detail["type"] == "literal_error":
         hint = suggest_nearest(value.lower(), _QUOTED_WORD.findall(detail["msg"])) if isinstance(value, str) else ""
         return f"; {hint}" if hint else ""

@@ -23,7 +23,7 @@ from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_
 from quire.server.served_model import ServedModel
 
 SLICE_CHARACTERS = 16_000
-"""Tokenized at once to see whether a long text fits."""
+"""Number of characters tokenized at once to see whether a long text fits."""
 INFILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -32,13 +32,12 @@ INFILL_TOKENS = (
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4.5
 )
-"""Marks of prefix, suffix and middle."""
+"""Marks of prefix, suffix and middle, in this order."""
 CODESTRAL_INFILL_TOKENS = ("[SUFFIX]", "[PREFIX]")
 """Marks of suffix and prefix; the prompt comes last."""
 
 
 def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
-    """Returns at least one."""
     prompt = body.prompt
     if body.transferred_prompt_ids and (
         body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))
@@ -119,7 +118,7 @@ def build_infill_ids(
     param: str = "suffix",
 ) -> list[int]:
     """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens; `extra_ids`:
-    of other files, which come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
+    other files', which come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
     """
     begin = [*tokenizer.encode("", add_special_tokens=add_special_tokens), *extra_ids]
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
@@ -167,7 +166,7 @@ def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequenc
 
 
 def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
-    """Truncates on request. Raises InvalidRequest if the prompt is too long."""
+    """Truncates on request. Raises InvalidRequest if too long."""
     prompt = truncate_prompt(
         Prompt(ids), body, max_prompt_tokens(body.max_completion_tokens or body.max_tokens, 1, model), model
     )
@@ -195,7 +194,7 @@ def build_multimodal_chat_prompt(
 
 
 def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """For models that give images their own vectors. Accepts exactly one text or image."""
+    """Used for models that give images their own vectors. Accepts exactly one text or image."""
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model embeds one text or one image, and these are {len(parts)}"
@@ -211,7 +210,7 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
 
 
 def _message_texts(message: ChatMessage) -> list[str]:
-    """Images are ""."""
+    """Images count as ""."""
     if message.content is None or isinstance(message.content, str):
         return [message.content or ""]
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]
@@ -227,7 +226,7 @@ def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage]
 
 
 def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises the errors of collect_images, and NeedsWorker because image files may be hostile."""
+    """Raises collect_images' errors, and NeedsWorker because image files may be hostile."""
     if model.multimodal_prompt_builder is not None and not model.expendable and has_images(messages):
         raise NeedsWorker
     return collect_images(messages, model)
@@ -256,7 +255,7 @@ def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
 
 
 def final_message_text(body: ChatRequest, text: str) -> str:
-    """Templates may strip its spaces."""
+    """Templates may strip the text's spaces."""
     final = str(normalize_message(body.messages[-1].to_template_message())["content"])
     return final if text.endswith(final) else final.strip()
 
@@ -278,7 +277,6 @@ def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: b
 
 
 def max_prompt_tokens(max_tokens: int | None, default: int, model: ServedModel) -> int:
-    """At least 1."""
     return max(1, model.context_length - max(1, default if max_tokens is None else max_tokens))
 
 
@@ -291,7 +289,7 @@ def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model
 
 
 def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit: int) -> int | None:
-    """None: unlimited. `auto_limit`: replaces -1."""
+    """None: unlimited. `auto_limit` replaces -1."""
     if limit == 0 or (limit or 0) > context_length:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or from 1 to the context length, {context_length}; got {limit}",
@@ -301,14 +299,13 @@ def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit:
 
 
 def truncate_ids(ids: list[int], limit: int, side: str) -> list[int]:
-    """Cuts off at `side`."""
     return ids[:limit] if side == "right" or len(ids) <= limit else ids[-limit:]
 
 
 def check_and_encode_texts(
     model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, will_truncate: bool = False
 ) -> list[list[int]]:
-    """Raises InvalidRequest above the context length, unless `will_truncate`."""
+    """Raises InvalidRequest for too long texts, unless `will_truncate`."""
     for text in texts:
         check_no_surrogates(text, param)
         if not will_truncate:
@@ -319,7 +316,7 @@ def check_and_encode_texts(
 def encode_rendered_conversation(
     model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, will_truncate: bool = False
 ) -> list[int]:
-    """Special tokens in moved texts are plain text."""
+    """Special tokens in moved texts become plain text."""
     if not conversation.moved_texts:
         return check_and_encode_texts(
             model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate
@@ -332,7 +329,7 @@ def encode_rendered_conversation(
 
 
 def adaptation_summary(conversation: RenderedConversation) -> str:
-    """For the header, such as `developer->system at messages[0]; ...`."""
+    """The header's value, such as `developer->system at messages[0]; ...`."""
     adaptations = conversation.adaptations
     labels = [f"{each.label} at messages[{each.index}]" for each in adaptations[:MAX_ADAPTATIONS]]
     if len(adaptations) > MAX_ADAPTATIONS:
@@ -341,8 +338,8 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Reject much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded for
-    10 % too many, which cuts between words cannot explain. Tokenizing the whole finds smaller excesses.
+    """Rejects much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded
+    for 10 % too many, which cuts between words cannot explain. Tokenizing the whole finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return
@@ -361,7 +358,7 @@ def check_text_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def split_into_slices(text: str) -> Iterator[str]:
-    """Cuts before a space in the slice's second half, if any."""
+    """Cuts before a space in a slice's second half, if any."""
     start = 0
     while len(text) - start > SLICE_CHARACTERS:
         space = text.rfind(" ", start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS)

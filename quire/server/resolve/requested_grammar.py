@@ -20,7 +20,6 @@ from quire.server.resolve.checks import check_no_surrogates
 def requested_grammar(
     body: GenerationBody, config: ServerConfig, tokenizer: Tokenizer
 ) -> tuple[str, GrammarWithOpenObjects] | None:
-    """Also returns the parameter."""
     requests: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
         requests += [("response_format", *one) for one in _response_format_constraints(body.response_format)]

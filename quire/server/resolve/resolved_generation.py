@@ -27,24 +27,21 @@ from quire.server.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How an API writes answers and names fields."""
-
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """By their names in a chat or completion."""
+    """Maps a chat's or completion's names to the API's."""
     allows_receipt: bool = True
-    """False if the generated text is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGeneration:
-    """Can run once its grammars compile."""
+    """It can run once its grammars compile."""
 
     request: GenerationRequest
     form: AnswerForm
     grammars: Sequence[tuple[str, Grammar]] = ()
-    """Checked in this order. Answers match the last one."""
+    """They are checked in this order; answers match the last one."""
     answer_grammar: AnswerGrammar | None = None
     """Makes the last grammar; None if it cannot be weakened."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_
 from quire.server.served_model import ServedModel
 
 CLIPPED_HEADER = "X-Max-Tokens-Clipped"
-"""The context length, if max_tokens exceeds it."""
+"""Header with the context length, sent if max_tokens exceeds it."""
 
 
 def resolve_sampling_params(
@@ -75,7 +75,7 @@ def resolve_sampling_params(
 
 
 def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
-    """None: what the context holds. Raises InvalidRequest for more, unless `clip`."""
+    """Keeps None, which means what the context holds. Raises InvalidRequest above the context, unless `clip`."""
     if max_tokens is None:
         return None
     if max_tokens > context and not clip:
@@ -87,7 +87,6 @@ def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: 
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
-    """Empty unless max_tokens exceeds the context."""
     most = model.context_length
     return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
 
@@ -99,7 +98,6 @@ def _check_no_surrogates_in(**texts: Sequence[str]) -> None:
 
 
 def _copied_fields(body: GenerationBody, model_defaults: Mapping[str, float]) -> dict[str, Any]:
-    """The model's defaults replace missing values."""
     values: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         value = getattr(body, row.name)

@@ -28,7 +28,7 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Sum over all pairs; workers tokenize more."""
+"""Limit for the sum of all pairs; workers tokenize more."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 
@@ -51,7 +51,6 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
 def resolve_rerank(
     body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False
 ) -> VectorRequest:
-    """Jina's API, or Cohere's v2."""
     body = parse_body(body_bytes, RerankRequest)
     documents = body.document_texts
     if not documents:
@@ -66,7 +65,7 @@ def resolve_rerank(
 def build_pair_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """`names`: fields in error messages. Raises InvalidRequest, NeedsWorker."""
+    """`names`: fields for errors. Raises InvalidRequest, NeedsWorker."""
     check_num_inputs(len(seconds), names[1])
     for name, texts in zip(names, (firsts, seconds), strict=True):
         for text in dict.fromkeys(texts):
@@ -120,7 +119,6 @@ def _refuse_document_limit(body: TextPairBody) -> None:
 
 
 def _pair_truncation_limit(body: TextPairBody, model: ServedModel) -> int | None:
-    """Rankings truncate, as in the original APIs; scores only on request."""
     limit = input_truncation_limit(body, model)
     return model.context_length if limit is None and isinstance(body, RerankRequest) else limit
 
@@ -156,7 +154,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """For Qwen3-Reranker. Too long prompts lose the document's end."""
+    """Makes Qwen3-Reranker's prompts. Long ones lose the document's end."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

@@ -54,7 +54,6 @@ def answer_apply_template(body_bytes: bytes, model: ServedModel, config: ServerC
 def _parse_request(
     body_bytes: bytes, kind: type[TokenizeBody], model: ServedModel, config: ServerConfig
 ) -> tuple[TokenizeBody, dict[str, str]]:
-    """Also returns headers."""
     body = parse_body(body_bytes, kind)
     model.resolve_model_name(body.model)
     return body, ignored_params_header(body.check_params_and_list_ignored(), config.strict)
@@ -63,7 +62,6 @@ def _parse_request(
 def _text_to_tokenize(
     body: TokenizeRequest, model: ServedModel, config: ServerConfig
 ) -> tuple[RenderedConversation, bool]:
-    """Also returns the default of add_special_tokens."""
     conversation = RenderedConversation(body.prompt or "")
     param = "prompt"
     special = True

@@ -33,16 +33,15 @@ CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 @dataclass(frozen=True, slots=True)
 class RequestTools:
     template_tools: list[dict[str, Any]] | None = None
-    """None: the template shows none."""
     tool_format: ToolFormat | None = None
-    """None: calls are not parsed."""
+    """Without it, calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Their input is a function's only argument."""
+    """Tools whose input is a function's only argument."""
     required_tools: Sequence[Tool] = ()
     """The answer must call one of these; empty: the model decides."""
     strict_tool_names: frozenset[str] = frozenset()
-    """Their calls follow the schema exactly, even if calling is optional."""
+    """Tools whose calls follow the schema exactly, even if calling is optional."""
     constrains_all_calls: bool = False
     """All calls have the call format and name a tool, even if calling is optional and no tool is strict."""
     allows_parallel: bool = True
@@ -50,16 +49,13 @@ class RequestTools:
     """Schema objects with `properties` but no additionalProperties allow no others."""
     schema_fields: Mapping[str, str] = field(default_factory=dict)
     weakening_levels: Mapping[str, int] = field(default_factory=dict)
-    """See `with_weaker_schemas`."""
 
     @property
     def non_strict_tool_names(self) -> list[str]:
-        """The caller asked no exact schema for these."""
         return [tool.name for tool in self._constrained_tools if tool.name not in self.strict_tool_names]
 
     @property
     def schema_grammars(self) -> list[tuple[str, Grammar]]:
-        """(request field, grammar) of each constrained tool."""
         return [(self._schema_field(tool.name), self.schema_grammar(tool.name)) for tool in self._constrained_tools]
 
     def schema_grammar(self, name: str) -> Grammar:
@@ -75,11 +71,9 @@ class RequestTools:
 
     @property
     def weakened_schema_fields(self) -> list[str]:
-        """Request fields of schemas that calls may deviate from."""
         return [self._schema_field(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
 
     def with_weaker_schemas(self, levels: Mapping[str, int]) -> RequestTools:
-        """`levels`: see quire.engine.schemas.enforcement."""
         return replace(self, weakening_levels={**self.weakening_levels, **levels})
 
     def build_tool_grammar(self, tokenizer: Tokenizer, *, calls_only: bool = False) -> Grammar | None:
@@ -128,7 +122,6 @@ class RequestTools:
 def resolve_request_tools(
     body: ChatRequest, format: ToolFormat | None, *, close: bool = True, strict_level: ToolStrictLevel = "auto"
 ) -> RequestTools:
-    """`close`: see RequestTools.closes_objects."""
     specs = convert_to_functions(body.tools, None if body.tool_choice == "none" else format)
     strict = frozenset(spec.name for spec in specs if spec.function.strict or strict_level == "parameter")
     known: dict[str, Tool] = {}
@@ -195,7 +188,7 @@ def _tool_schema_field(spec: FunctionOrCustomTool, index: int) -> str:
 
 
 def _check_and_complete_parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
-    """Checks the schema's first level, for parsers and grammars."""
+    """Checks the schema's first level for parsers and grammars."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
     place = PARAMETERS_FIELD.format(index)

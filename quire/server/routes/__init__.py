@@ -1,1 +1,1 @@
-"""The endpoints, one file per noun."""
+"""One file per kind of resource."""

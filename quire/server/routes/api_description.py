@@ -11,7 +11,7 @@ REFERENCES = "#/components/schemas/{model}"
 
 
 class BodySchema(dict[str, Any]):
-    """`openapi_extra` of a route that reads one of these bodies itself."""
+    """`openapi_extra` of a route that itself reads one of these bodies."""
 
     def __init__(self, *models: type[BaseModel]) -> None:
         references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]

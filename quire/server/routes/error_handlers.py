@@ -1,4 +1,4 @@
-"""Separate from error_responses.py, which quickly starting processes import without FastAPI."""
+"""Needs FastAPI. Processes that must start quickly import error_responses.py instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNSUPPORTED_PATHS = {
     "/api/push": "it uploads no models",
     "/api/blobs": "it accepts no model uploads",
 }
-"""Path prefixes of unsupported APIs, with the reason or an alternative."""
+"""The reason why an API is not supported, or an alternative, by path prefix."""
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -62,7 +62,6 @@ async def _handle_typed_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    """Handles errors in query parameters; routes read bodies themselves."""
     assert isinstance(error, RequestValidationError)
     details = error.errors()
     message = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in details)

@@ -30,8 +30,8 @@ def add_middleware(
     budget_bytes: int,
     http_metrics: HttpMetrics,
 ) -> None:
-    """Innermost first: the last one added meets requests first. `budget_bytes`: memory of all requests. Raises
-    ConfigError for unusable allowed hosts.
+    """Requests meet the middleware added last first. `budget_bytes`: memory of all requests. Raises ConfigError for
+    unusable allowed hosts.
     """
     app.state.hosts = AllowedHosts(config)
     record_sinks: list[Callable[[RequestRecord], None]] = []

@@ -33,7 +33,6 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 
 def model_list_body(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`entries`: at least one."""
     return {
         "object": "list",
         "data": entries,
@@ -58,7 +57,7 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
-    """Fields of OpenAI's, Anthropic's and OpenRouter's APIs, and the context length under all names in use."""
+    """Has fields of OpenAI's, Anthropic's and OpenRouter's APIs, and all names of the context length."""
     return {
         "id": name,
         "object": "model",

@@ -44,7 +44,7 @@ router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
 counting_router = APIRouter(route_class=RateLimitedRoute)
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""Last stream event by status; others get response.incomplete."""
+"""Maps a status to its final event; others get response.incomplete."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
 
@@ -83,8 +83,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """None if the server ended between journaling the call and storing the response. Raises HTTPException while another
-    request is at that point.
+    """Returns None if the server ended between journaling the call and storing the response. Raises HTTPException while
+    another request is at that point.
     """
     try:
         return Response(
@@ -119,7 +119,7 @@ async def retrieve_response(
             grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
             return EventStream(events, ignore_disconnect, {}, config)
         summary = await _find_response_summary(request, response_id)  # it may just have ended
-        if summary.about["status"] in UNFINISHED_STATUSES:  # its server has ended, and no other has resumed it
+        if summary.about["status"] in UNFINISHED_STATUSES:  # no other server has resumed it
             raise Overloaded("The response is about to be resumed. Please try again")
         return EventStream(
             _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config
@@ -167,7 +167,6 @@ async def write_in_owner_thread(request: Request, method: Callable[..., WriteRes
 
 
 def require_store(request: Request, id: str) -> Store:
-    """Raises RequestNotFound without --data-dir."""
     store = get_server_context(request).store
     if store is None:
         raise RequestNotFound(f"`{id}` is not stored: this server stores nothing, see --data-dir", param="id")
@@ -175,7 +174,6 @@ def require_store(request: Request, id: str) -> Store:
 
 
 async def _find_response_summary(request: Request, response_id: str) -> ObjectSummary:
-    """Raises RequestNotFound."""
     get_summary = require_store(request, response_id).get_summary
     return await find_or_raise(
         request, get_summary, "response", response_id, not_found=_response_not_found(response_id)
@@ -183,7 +181,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 
 
 async def _load_response(request: Request, response_id: str) -> bytes:
-    """The response counts against the request's memory lease. Raises RequestNotFound, Overloaded."""
+    """Counts against the request's memory lease. Raises RequestNotFound, Overloaded."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get_without_items
     return (

@@ -74,7 +74,7 @@ async def metrics(request: Request) -> Response:
 
 
 def health_response(request: Request, *, is_healthy: bool) -> Response:
-    """A server that cannot write its data answers everything else, so it is healthy; the body tells the reason."""
+    """A server that cannot write its data is healthy, because it answers everything else; the body tells why."""
     durable, body = get_server_context(request).persistence, dict[str, str]()
     if is_healthy:
         body["status"] = "ok"

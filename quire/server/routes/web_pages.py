@@ -29,8 +29,6 @@ API_DOCS_HEADERS = WEB_HEADERS | {
 
 
 class WebFiles(StaticFiles):
-    """Pages may call this server only."""
-
     def __init__(self, folder: Path, headers: Mapping[str, str]) -> None:
         super().__init__(directory=folder)
         self._headers = headers

@@ -50,7 +50,6 @@ class ModelRuntime:
     grammar_checker: GrammarChecker
     loop_work_pacer: EventLoopWorkPacer
     adapter_registry: AdapterRegistry | None
-    """None if none are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
@@ -65,7 +64,6 @@ class ModelRuntime:
         return self.model.created
 
     def describe_compute(self, model_fingerprint: str) -> ComputeIdentity:
-        """Identifies what computes answers here now. `model_fingerprint`: of the request's model."""
         weights = (
             self.info.content or self.info.model,
             self.info.dtype,

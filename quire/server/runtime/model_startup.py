@@ -37,8 +37,8 @@ async def open_runtime(
     folder: Path | None,
     launch_process: LaunchProcess = Child,
 ) -> AsyncIterator[ModelRuntime]:
-    """Yields a ready model; its engine ends with the block. `client`: launched, not started. `modules`: adaptable ones.
-    `folder`: for adapters. Raises the errors of client.engine_core.start(), open_adapter_registry and
+    """Yields a ready model, whose engine ends with the block. `client`: launched, not started. `modules`: adaptable
+    ones. `folder`: for adapters. Raises the errors of client.engine_core.start(), open_adapter_registry and
     ServedModelSpec.build_served_model.
     """
     config = source.config
@@ -104,7 +104,6 @@ def _make_weights_group(client: EngineClient) -> WeightsGroup:
 
 
 def _open_receipt_log(config: ServerConfig) -> ReceiptLog | None:
-    """Raises ConfigError."""
     if config.receipt_log is None:
         return None
     return ReceiptLog(config.receipt_log, int(config.receipt_log_size * 2**30))

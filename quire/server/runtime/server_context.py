@@ -42,9 +42,7 @@ class ServerContext:
     gateways: TrustedGateways
     background: Background
     persistence: Persistence | None
-    """None without --data-dir."""
     metrics_registry: CollectorRegistry
-    """Metrics without a model."""
     http_metrics: HttpMetrics
     body_reader: BodyReader
     websockets: WebSocketLimits

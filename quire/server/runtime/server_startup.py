@@ -25,7 +25,7 @@ from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
 BODY_BUDGET_BYTES = 48 << 20
-"""For all requests being received and resolved."""
+"""All requests being received and resolved share it."""
 OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
 OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
 
@@ -38,7 +38,6 @@ class ServerStartup:
     open_models: OpenModels
     open_stored_data: OpenStoredData
     link: PeerLink | None
-    """To the owner of shared data."""
     span_exporter: RequestSpanExporter | None
 
     @asynccontextmanager
@@ -87,7 +86,6 @@ def _list_engine_clients(models: ModelDispatcher) -> list[EngineClient]:
 
 
 def _data_dir_collector(persistence: Persistence, models: ModelDispatcher) -> CallbackCollector:
-    """The label is the first model's name."""
     model_name = models.loaded_runtimes[0].model.names[0]
     result_counts = persistence.batch_runner.result_counts
     latest_status = partial(getattr, persistence, "data_dir_status")

@@ -18,7 +18,7 @@ BatchStatus = Literal[
 ]
 TERMINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_ENDED_BATCHES = 1000
-"""Per API key. The oldest are forgotten; their files stay."""
+"""Limit per API key. The oldest are forgotten; their files stay."""
 
 
 _BATCHES_PER_READ = 100
@@ -43,7 +43,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """Lifetime of its files; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -63,9 +62,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class BatchLine(NamedTuple):
     position: int
-    """Processing order in the batch."""
     line_number: int
-    """1-based."""
     byte_offset: int
     length: int
     custom_id: str
@@ -79,16 +76,13 @@ class LineResult(NamedTuple):
 
 
 class Batches:
-    """Thread-safe. Methods are single transactions, except those for many lines or batches."""
-
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
-        """`garbage` takes the lines of ended batches."""
         self._database = database
         self._files = files
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Also forget ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
+        """Also forgets ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -102,11 +96,9 @@ class Batches:
             return True
 
     def cancel(self, owner: str, id: str) -> Batch | None:
-        """Raises InvalidRequest if the batch ended or is finalizing."""
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
-        """Do nothing unless the batch is in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -116,7 +108,6 @@ class Batches:
         transition: Callable[[Batch], Batch],
         in_transaction: Callable[[sqlite3.Connection], None] | None = None,
     ) -> Batch | None:
-        """If the batch ends, its lines become garbage."""
         with self._database.write_transaction(self._files.sizes, self._garbage.sizes) as connection:
             before = _select_batch(connection, owner, id)
             if before is None:
@@ -133,7 +124,6 @@ class Batches:
             return _with_line_counts(connection, batch)
 
     def end(self, owner: str, ended_batch: Batch, files: Sequence[StoredFile]) -> bool:
-        """Return False, without changes, if it had already ended: two processes may try to end it."""
         was_ended = False
 
         def end_once(now: Batch) -> Batch:
@@ -153,7 +143,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """Newest first, and True if more follow. None if `after` is unknown."""
+        """Returns the newest first, and True if more follow; None if `after` is unknown."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:
@@ -162,7 +152,6 @@ class Batches:
             return [_with_line_counts(connection, _decode_batch(row)) for row in page[0]], page[1]
 
     def list_open_batches(self) -> list[tuple[str, Batch]]:
-        """(owner, batch), oldest first."""
         query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
             order by owner, created, id limit ?"""
         open_batches: list[tuple[str, Batch]] = []
@@ -176,14 +165,13 @@ class Batches:
             start = rows[-1][:3]
 
     def is_file_in_use(self, owner: str, file_id: str) -> bool:
-        """True if one of the owner's unfinished batches reads the file."""
         query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.read_connection() as connection:
             rows = connection.execute(query, (owner, _BATCHES_PER_READ)).fetchall()
         return any(_decode_batch(row).input_file_id == file_id for row in rows)
 
     def store_lines_and_batch(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
-        """Replace the lines of an earlier attempt."""
+        """Replaces the lines of an earlier attempt."""
         now = self.find(owner, batch.id)
         if now is None or now.status != "validating":
             return
@@ -210,7 +198,6 @@ class Batches:
         self._update_batch(owner, batch.id, start_progress, insert_line_counts)
 
     def list_unanswered_lines(self, id: str, after: int, limit: int) -> list[BatchLine]:
-        """`after`: a position."""
         query = """select place, number, start, length, custom_id from lines
             where batch = ? and failed is null and place > ? order by place limit ?"""
         with self._database.read_connection() as connection:
@@ -226,7 +213,7 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """At most 16 (line number, result) pairs."""
+        """Returns at most 16 (line number, result)."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()
@@ -237,7 +224,6 @@ def with_batch_status(batch: Batch, status: BatchStatus) -> Batch:
 
 
 def _to_cancelling_or_raise(batch: Batch) -> Batch:
-    """Raises InvalidRequest."""
     if batch.status in (*TERMINAL_STATUSES, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
     return batch if batch.status == "cancelling" else with_batch_status(batch, "cancelling")

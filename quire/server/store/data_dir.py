@@ -25,18 +25,16 @@ class DataDirStatus:
     leads: bool
     """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
-    """Stored bytes by kind."""
     counts: Mapping[str, int]
-    """Counters of all processes, including ended ones."""
+    """Sums of all processes, including ended ones."""
     refusal: str
-    """Why writes fail now; "" if they work."""
+    """Why writes fail now; empty if they succeed."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """Sent by a process after the process that owns the data was replaced."""
+    """Sent after the process that owns the data was replaced."""
 
     calls: Sequence[tuple[str, str]] = ()
-    """(owner, id) of the calls that it answers."""
     leads: bool = False
 
 
@@ -45,7 +43,7 @@ OPEN_BATCHES_KEY = "open"
 
 
 class Processes:
-    """The processes that share the data. Thread-safe; in memory only."""
+    """Thread-safe; in memory only."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -55,7 +53,6 @@ class Processes:
         self._sweeper = sweeper
         self._mutex = threading.Lock()
         self._live_processes: dict[str, None] = {}
-        """An ordered set; the first process leads."""
         self._counts_by_process: dict[str, Mapping[str, int]] = {}
         self._ended_counts: Counter[str] = Counter()
 
@@ -76,7 +73,7 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """Add a process that was connected to an earlier owner of the data."""
+        """Adds a process that was connected to an earlier owner of the data."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -92,7 +89,7 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """Return True if more is due. Only one process sweeps at a time."""
+        """Returns True if more is due. Only one process sweeps at a time."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
@@ -109,7 +106,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """For this process's puts and deletes of objects."""
+    """Used for this process's puts and deletes of objects."""
     close: Callable[[], None]
 
 
@@ -121,7 +118,7 @@ def open_data_dir(
     retention_seconds: float = 0,
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
-    """`max_bytes` bounds stored objects, files and calls separately. `live_processes` share the data already.
+    """`max_bytes` bounds objects, files and calls separately. `live_processes` already share the data.
     `retention_seconds` 0: unlimited. Raises ConfigError.
     """
     database = Database(folder, connect)

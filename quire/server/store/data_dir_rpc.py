@@ -1,8 +1,7 @@
-"""One API process owns --data-dir (`serve_data_dir_call`); the others call it (`remote_data_dir`). File contents are
-accessed directly.
-
-The messages predate UtilityCall and UtilityResult, and keep their form and tags: Ray replaces an application's replicas
-one by one, and an old replica must read a new one's answers.
+"""One API process owns --data-dir (`serve_data_dir_call`); the others call it (`remote_data_dir`), but access file
+contents directly.
+The messages predate UtilityCall and UtilityResult, and keep their form and tags: Ray replaces replicas one by one, and
+an old one must read a new one's answers.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()
 
 class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
     method: str
-    """Wire name."""
     arguments: msgspec.Raw
-    """In the order of the parameters."""
 
 
 class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -88,8 +85,6 @@ class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The method raised a QuireError."""
-
     fault: Fault
 
 
@@ -123,7 +118,6 @@ async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -
 
 
 def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
-    """Blocks on the disk."""
     try:
         request = _decode_request(encoded_request)
         method = RPC_METHODS[request.method]
@@ -166,7 +160,7 @@ class _RPCProxy:
 
 
 def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> DataDir:
-    """Its methods block on the owner's disk: use it in threads only."""
+    """Methods block on the owner's disk: use them in threads."""
 
     def remote_store(store_class: type) -> Any:
         return _RPCProxy(store_class, send_request)

@@ -18,24 +18,19 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
-"""A read or write waits this long for another one."""
 ROW_OVERHEAD_BYTES = 256
 """Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
-"""`checkpoint` copies a log longer than this."""
 _AUTOCHECKPOINT_PAGES = 16_384
-"""Commits copy a log of this length if `checkpoint` runs too rarely or is blocked by readers."""
+"""Commits copy a log of this length if `checkpoint` runs too rarely or readers block it."""
 _CHUNK_ROWS = 500
-"""Rows read before the connection is released."""
 
 
 SQLiteConnect = Callable[..., sqlite3.Connection]
-"""Signature of sqlite3.connect."""
 
 
 class Database:
     """Thread-safe: `read_connection` and `write_transaction` are exclusive and fair, so split long work.
-
     Writes survive a crash. A power cut may lose the last ones, but the file stays consistent (WAL, synchronous =
     normal).
     """
@@ -45,7 +40,6 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
-        """"" if the last write succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -78,7 +72,7 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
-        """Copy and sync a long log while others read and write."""
+        """Copies and syncs a long log while others read and write."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -90,7 +84,7 @@ class Database:
 
     @contextmanager
     def write_transaction(self, *sizes: BytesByOwner) -> Iterator[sqlite3.Connection]:
-        """On any failure, roll back, including `sizes`."""
+        """Any failure rolls back, including `sizes`."""
         with self._lock, self._track_write_error():
             if (
                 _file_identity(self.folder / DATABASE_FILE) != self._file_identity
@@ -112,7 +106,7 @@ class Database:
                 raise
 
     def probe_write_error(self) -> str:
-        """Why writes fail now; "" if they work. After a failure, try to write again."""
+        """Returns why writes fail now, or "". Tries again after a failure."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
                 connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written
@@ -129,7 +123,7 @@ class Database:
 
 
 class _TicketLock:
-    """FIFO lock. With threading.Lock, a thread can release and reacquire while others starve."""
+    """FIFO: with threading.Lock, one thread can starve the others."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -164,8 +158,7 @@ def query_page(
     newest_first: bool,
     is_shown: Callable[[Any], bool] = lambda row: True,
 ) -> tuple[list[Any], bool] | None:
-    """Return at most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
-
+    """Returns at most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
     `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id.
     `is_shown` filters rows after reading, so that no block searches for long.
     """
@@ -192,7 +185,6 @@ def query_page(
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """(device, inode); None if missing."""
     try:
         status = path.stat()
     except OSError:

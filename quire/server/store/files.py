@@ -24,9 +24,7 @@ _FILE_COLUMNS = "id, created, expires, bytes, name, purpose"
 class StoredFile:
     id: str
     created: int
-    """Unix seconds."""
     expires: int | None
-    """Unix seconds; None: never."""
     bytes: int
     name: str
     purpose: str
@@ -46,22 +44,20 @@ def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None, id
 class _UploadReservation:
     owner: str
     size: int
-    """Includes the row's overhead."""
     process: str
 
 
 class FileContents:
-    """Any process may access contents. Contents without a row are deleted."""
+    """Any process may access contents. Those without a row are deleted."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: --data-dir."""
         self.folder = folder / "files"
 
     def content_path(self, id: str) -> Path:
         return self.folder / id
 
     def write_content(self, id: str, content: BinaryIO) -> None:
-        """Call before Files.add. If it raises OSError, nothing is left."""
+        """Call before Files.add. On OSError nothing remains."""
         self.create_empty_content(id)
         try:
             with self.content_path(id).open("r+b") as file:
@@ -77,22 +73,21 @@ class FileContents:
             self.content_path(each.id).unlink(missing_ok=True)
 
     def create_empty_content(self, id: str) -> None:
-        """Readable by this user only."""
         os.close(os.open(self.content_path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
 class Files:
-    """Thread-safe. After a crash a file is complete or absent."""
+    """Thread-safe. After a crash, a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes` bounds all owners together; a key must leave as much to others as it takes. Raises OSError."""
+        """`max_bytes`: for all owners; each must leave others as much as it takes. Raises OSError."""
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Used only in the owning process."""
+        """Filled only in the owning process."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
@@ -109,7 +104,7 @@ class Files:
         return self._budget.total_used
 
     def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
-        """Reserve `size` bytes in total, until `add`, `release` or the process's end. If False, an earlier reservation
+        """Reserves `size` bytes in total, until `add`, `release` or the process's end. On False, an earlier reservation
         stays.
         """
         with self._database.read_connection():
@@ -128,7 +123,6 @@ class Files:
             self._reservations = living
 
     def _available_bytes(self, owner: str, id: str) -> int:
-        """Can be negative."""
         other_reservations = [each for other, each in self._reservations.items() if other != id]
         room = self._budget.available_to_owner(owner) - sum(each.size for each in other_reservations)
         if owner:  # see SharedCapacity.available_to_owner
@@ -136,8 +130,8 @@ class Files:
         return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Raises OSError if the content is gone; InvalidRequest if there is no room because the process with the
-        reservation was replaced.
+        """Raises OSError if the content is gone; InvalidRequest if the process with the reservation was replaced and
+        there is no room.
         """
         with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)
@@ -166,7 +160,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
-        """Return files, and True if more follow; None if `after` is unknown."""
+        """Returns files, and True if more follow; None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:
@@ -180,7 +174,6 @@ class Files:
         return None if page is None else ([StoredFile(*row) for row in page[0]], page[1])
 
     def delete(self, owner: str, id: str) -> bool:
-        """False if there was none."""
         try:
             row = self._delete_row(owner, id)
         except sqlite3.OperationalError:  # disk full: deleting the content frees space
@@ -202,7 +195,6 @@ class Files:
             return row
 
     def list_expired_files(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
-        """(expiry, owner, id)."""
         query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
             order by expires, owner, id limit ?"""
         with self._database.read_connection() as connection:

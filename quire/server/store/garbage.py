@@ -11,11 +11,10 @@ from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128
-"""Bounds deleted rows, and inserted rows of a large object."""
+"""Limit of deleted rows, and of a large object's inserted rows."""
 MAX_TRANSACTION_BYTES = 512 << 10
 """A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
-"""Smaller, because each object has several index entries."""
 GarbageKind = Literal["items", "lines"]
 
 
@@ -27,7 +26,6 @@ class Garbage:
         with database.read_connection() as connection:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
         self.sizes = BytesByOwner({"": int(size)} if size else {})
-        """All bytes count for the owner ""."""
         self._unpublished_numbers: set[int] = set()
         """Entries still being written, which must stay."""
 
@@ -36,7 +34,6 @@ class Garbage:
         return self.sizes.total_bytes()
 
     def add_entry(self, connection: sqlite3.Connection, kind: GarbageKind, owner: str, name: str, size: int) -> int:
-        """Return the entry's number."""
         row = (kind, owner, name, size)
         cursor = connection.execute("insert into garbage (kind, owner, name, size) values (?, ?, ?, ?)", row)
         self.sizes.add_bytes("", size)
@@ -50,7 +47,7 @@ class Garbage:
 
     @contextmanager
     def stage_unpublished_items(self, owner: str, items_key: str) -> Iterator[UnpublishedItems]:
-        """For items written in several transactions: they are deleted unless the last one calls `publish_items`."""
+        """Deletes items that several transactions write, unless the last one calls `publish_items`."""
         staging = UnpublishedItems(self, owner, items_key, self._unpublished_numbers)
         try:
             yield staging
@@ -58,7 +55,6 @@ class Garbage:
             self._unpublished_numbers.discard(staging.entry_number)
 
     def purge_rows(self) -> bool:
-        """Return False if there was nothing."""
         with self._database.read_connection() as connection:
             if self._oldest_entry(connection) is None:
                 return False
@@ -93,7 +89,6 @@ class UnpublishedItems:
         self._items_key = items_key
         self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
-        """0 until the first insert."""
 
     def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
         """Call in the inserting transaction."""
@@ -111,7 +106,7 @@ class UnpublishedItems:
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
-    """Return the bytes freed, and True if no items are left."""
+    """Returns the bytes freed, and whether no items are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -131,7 +126,6 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Return positions and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

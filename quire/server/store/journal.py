@@ -1,4 +1,4 @@
-"""Calls that can be replayed or resumed, and their tokens. KV is not stored but recomputed to the same bits."""
+"""Calls that can be replayed or resumed, and their tokens. KV is recomputed to the same bits."""
 
 from __future__ import annotations
 
@@ -27,36 +27,31 @@ _IS_UNFINISHED_RESPONSE = (
     "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
 )
 _BEFORE_FIRST = (float("-inf"), "")
-"""Sorts before every call's (end, id)."""
 _EVICTION_STEPS = 2
-"""A new call's first token waits for these transactions."""
+"""A new call's first token waits for these steps."""
 _UPDATES_PER_TRANSACTION = 16
 CLAIM_SECONDS = 30.0
-"""A claim expires after this time."""
 
 
 class PinnedReplayFields(msgspec.Struct, frozen=True):
-    """What an answer depends on other than its request."""
+    """What an answer depends on besides its request."""
 
     id: str
-    """The server's id."""
     name: str
-    """The answer's id, if the caller chose one."""
+    """The answer's id, if the caller chose it."""
     created: int
-    """Unix seconds."""
     seed: int | None
     adapter: str = ""
-    """The adapter's digest."""
     kernels: str = ""
     """Fingerprint of weights and kernels."""
     background: bool = False
-    """True if the response continues without its caller."""
+    """The response continues without its caller."""
     model: str = ""
-    """Set if the server has several models; "" in older journals."""
+    """Set if the server has several models; empty in older journals."""
     before: tuple[str, ...] = ()
-    """Fingerprints other than `kernels` that computed the first tokens."""
+    """Other fingerprints that computed the first tokens."""
     given: str = ""
-    """Digest of weights and prompts, needed to resume; "" in older journals."""
+    """Digest of weights and prompts, needed to resume; empty in old journals."""
     cache_diagnosis: CacheDiagnosis | None = None
 
 
@@ -65,7 +60,6 @@ class JournaledCall(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     pins: PinnedReplayFields
     key: str | None = None
-    """Idempotency-Key."""
     progress: CallProgress = msgspec.field(default_factory=CallProgress)
 
 
@@ -78,7 +72,6 @@ class ProgressUpdate(NamedTuple):
     id: str
     progress: CallProgress
     expires_at: float
-    """Unix seconds."""
     is_complete: bool
 
 
@@ -86,27 +79,23 @@ class _AttemptClaim(NamedTuple):
     process: str
     attempt: int
     expires_at: float
-    """time.monotonic()."""
 
 
 class Calls:
     """Thread-safe. Methods are single transactions, unless they make room.
-
     Expired calls are deleted, except while they are answered or their response is unfinished: the machine may have been
     off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry, those being answered
     last.
     """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """The token logs of `live_processes` are still in use."""
+        """The token logs of `live_processes` are in use."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes = BytesByOwner(dict(rows))
         self._sweep_position: tuple[float, str, str] | None = None
-        """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
-        """By (owner, id) of the call."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _AttemptClaim] = {}
@@ -120,8 +109,8 @@ class Calls:
         return self._sizes.total_bytes()
 
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
-        """Record a call that `process` answers from now on, even if the write fails. `expires_at`: Unix seconds. False
-        if another call has its key.
+        """`process` answers the call from now on, even if the write fails. `expires_at` is in Unix seconds. False if
+        another call has its key.
         """
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
@@ -150,7 +139,6 @@ class Calls:
             return True
 
     def update_progress(self, updates: Sequence[ProgressUpdate], process: str) -> None:
-        """Uses several transactions for many calls."""
         update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
         try:
             for begin in range(0, len(updates), _UPDATES_PER_TRANSACTION):
@@ -169,7 +157,6 @@ class Calls:
                     self.remove_answering_process(each.owner, each.id, process)
 
     def register_answering_process(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
-        """Skip calls that other processes answer."""
         for each in calls:
             self._answering_processes.setdefault(each, process)
 
@@ -177,7 +164,7 @@ class Calls:
         return self._answering_processes.get((owner, id))
 
     def try_claim_call(self, owner: str, id: str, process: str, attempt: int) -> bool:
-        """The claim lasts until `put`, `release_claim` or CLAIM_SECONDS. False while another attempt has one."""
+        """Lasts until `put`, `release_claim` or CLAIM_SECONDS. False while another attempt has a claim."""
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
@@ -186,18 +173,15 @@ class Calls:
             return True
 
     def release_claim(self, owner: str, id: str, attempt: int) -> None:
-        """Do nothing if the attempt has no claim."""
         with self._claims_lock:
             if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
                 del self._claims[owner, id]
 
     def remove_answering_process(self, owner: str, id: str, process: str) -> None:
-        """Do nothing if another process answers it."""
         if self._answering_processes.get((owner, id)) == process:
             del self._answering_processes[owner, id]
 
     def handle_process_end(self, process: str) -> None:
-        """Recover unsaved progress from the process's log."""
         self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
         for key in [key for key, holder in list(self._answering_processes.items()) if holder == process]:
             self._answering_processes.pop(key, None)
@@ -211,7 +195,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """Without `include_keyed`, keep the row of a call with an Idempotency-Key."""
+        """Without `include_keyed`, calls with an Idempotency-Key stay."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
@@ -219,7 +203,7 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
-        """Run one transaction. False after the last one."""
+        """Runs one transaction. Returns False after the last one."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")
@@ -240,7 +224,7 @@ class Calls:
         return is_due
 
     def _recover_token_log(self, process: str, path: Path) -> None:
-        """Skip calls that another process took over with their tokens. Tokens of an unreadable log are recomputed."""
+        """Skips calls that another process took over with their tokens. An unreadable log's tokens are recomputed."""
         try:
             for (owner, id), tokens in groupby(
                 sorted(read_logged_tokens(path), key=_logged_call_key), _logged_call_key
@@ -289,8 +273,8 @@ class Calls:
 
 
 class _CallEviction:
-    """Evicts the largest owner's calls in order of expiry, then unfinished responses, finally calls being answered. A
-    step continues where the last one stopped.
+    """Evicts the largest owner's calls in order of expiry, then unfinished responses, then calls being answered. A step
+    continues where the last one stopped.
     """
 
     def __init__(
@@ -299,7 +283,6 @@ class _CallEviction:
         delete_call: Callable[[sqlite3.Connection, str, str], None],
         answered_calls: Container[tuple[str, str]],
     ) -> None:
-        """`answered_calls` contains (owner, id)."""
         self._sizes = sizes
         self._delete_call = delete_call
         self._answered_calls = answered_calls

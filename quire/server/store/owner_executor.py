@@ -13,15 +13,14 @@ Result = TypeVar("Result")
 
 
 class OwnerExecutor:
-    """Short operations use asyncio's own threads. `run_for_owner` needs the event loop."""
+    """Short operations use asyncio's threads. `run_for_owner` needs the event loop."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(NUM_THREADS, "store")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By owner; the key exists while a call runs."""
 
     async def run_for_owner(self, owner: str, function: Callable[..., Result], *args: object) -> Result:
-        """Run one call per owner at a time, in order. A call completes even if its caller is cancelled."""
+        """Runs one call per owner at a time, in order. A call completes even if its caller is cancelled."""
         loop = asyncio.get_running_loop()
         await self._wait_for_turn(owner, loop)
         call = loop.run_in_executor(self.pool, function, *args)

@@ -10,15 +10,14 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     came_with_token: bool
-    """False if the end came after the last token."""
+    """False: the end came after the last token."""
 
 
 class CallProgress(msgspec.Struct):
-    """Lists are indexed by choice. Only the event loop may change a growing one."""
+    """Lists are by choice. Only the event loop may change those that grow."""
 
     ids: list[list[int]] = []
     cached: list[int] = []
-    """Cached prompt tokens, as reported to the caller."""
 
     ends: list[ChoiceFinish | None] = []
     """None: unfinished. Empty in older journals and with logprobs."""
@@ -31,7 +30,7 @@ class CallProgress(msgspec.Struct):
         return CallProgress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
 
     def merge_tokens(self, choice: int, position: int, ids: Sequence[int], finish: ChoiceFinish | None) -> None:
-        """Skip known tokens; drop tokens after a gap."""
+        """Skips known tokens; drops tokens after a gap."""
         if choice < len(self.ids) and position <= (num_known := len(self.ids[choice])):
             self.ids[choice] += ids[num_known - position :]
             if finish is not None and choice < len(self.ends) and len(self.ids[choice]) == position + len(ids):

@@ -1,4 +1,4 @@
-"""Objects and items are rows that hold the JSON of answers, because most answers only copy bytes and read one page."""
+"""Objects and items are rows with the JSON of answers, because most answers only copy bytes and read one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OB
 from quire.server.store.storage_quota import StorageQuota
 
 MAX_PAGE_BYTES = 4 << 20
-"""A page ends with the item that reaches this: 100 large items are 400 MB."""
+"""A page ends with the item that reaches this, because 100 large items are 400 MB."""
 _DELETED_COLUMNS = "id, coalesce(items_key, id), size, count, length(data), created"
 ObjectKind = Literal["response", "conversation"]
 
@@ -27,17 +27,14 @@ ObjectKind = Literal["response", "conversation"]
 class StoredItem(NamedTuple):
     id: str
     data: bytes
-    """JSON."""
 
 
 class ConversationLimits(NamedTuple):
     max_items: int
     max_bytes: int
-    """Stored bytes, including items."""
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
-    """Includes row overhead."""
     return sum(len(item.data) + ROW_OVERHEAD_BYTES for item in items)
 
 
@@ -45,18 +42,15 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
-    """Fields that are looked up without parsing `data`."""
+    """Fields looked up without parsing `data`."""
     data: bytes
-    """JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSummary:
     about: dict[str, Any]
     length: int
-    """Bytes of JSON."""
     size: int
-    """Stored bytes, including items."""
     count: int
 
 
@@ -68,20 +62,17 @@ class ItemPage:
 
 @dataclass(frozen=True, slots=True)
 class ObjectToStore:
-    """Replaces an object with the same id."""
-
     id: str
     stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())
     unfinished: bool = False
-    """Only this process can finish it."""
+    """Only this process can finish the object."""
 
 
 class Store:
     """Thread-safe, and atomic for readers, although large objects take several transactions.
-
-    Above `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses are evicted last, because no
-    client has them yet.
+    Above `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses go last, because no client
+    has them yet.
     """
 
     def __init__(self, database: Database, garbage: Garbage, max_bytes: int) -> None:
@@ -132,7 +123,7 @@ class Store:
     def append_items(
         self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
     ) -> bool:
-        """Return False if the conversation is unknown. Raises InvalidRequest above `limits`."""
+        """Returns False if the conversation is unknown. Raises InvalidRequest above `limits`."""
         if (summary := self.get_summary(owner, "conversation", id)) is None:
             return False
         if limits is not None:
@@ -152,7 +143,6 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Return the conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -165,7 +155,6 @@ class Store:
     def read_item_page(
         self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
     ) -> ItemPage | None:
-        """None if `after` is unknown."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         with self._database.read_connection() as database:
             where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]
@@ -192,7 +181,6 @@ class Store:
             return None if row is None else bytes(row[0])
 
     def delete_item(self, owner: str, id: str, item_id: str) -> bool:
-        """False if there was none."""
         with self.write_transaction_with_sizes() as database:
             where = "from items where owner = ? and parent = ? and id = ?"
             key = (owner, _items_key(database, owner, id), item_id)
@@ -203,12 +191,10 @@ class Store:
             return row is not None
 
     def delete(self, owner: str, id: str) -> bool:
-        """False if there was none."""
         with self.write_transaction_with_sizes() as database:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """(owner, id) pairs, including responses of ended processes."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
@@ -231,7 +217,7 @@ class Store:
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Delete inside a transaction; many rows are purged later. None if unknown."""
+        """Call in a transaction; returns None if unknown."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -259,7 +245,6 @@ class Store:
         self._sizes.add_bytes(owner, -size)
 
     def _evict_objects(self, database: sqlite3.Connection, target: int) -> bool:
-        """An EvictStep."""
         owner = self._sizes.largest_owner()
         freed = 0
         rows = 0
@@ -304,7 +289,6 @@ class StoreReader:
         return _select_object_without_items(self._database, owner, kind, id)
 
     def read_items(self, owner: str, id: str) -> list[Any]:
-        """Oldest first."""
         rows = self._database.execute(
             "select data from items where owner = ? and parent = ? order by place",
             (owner, _items_key(self._database, owner, id)),
@@ -314,7 +298,7 @@ class StoreReader:
 
 @contextmanager
 def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Iterator[StoreReader]:
-    """A snapshot, for processes other than the owner."""
+    """Opens a snapshot, for processes other than the owner."""
     path = f"{(folder / DATABASE_FILE).resolve().as_uri()}?mode=ro"
     with closing(
         (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
@@ -324,7 +308,6 @@ def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Ite
 
 
 def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
-    """Return at least one chunk."""
     chunks: list[Sequence[StoredItem]] = []
     begin = 0
     size = 0
@@ -337,7 +320,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """Return "", which no item has, if the object is unknown."""
+    """Returns "", which no item has, if the object is unknown."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

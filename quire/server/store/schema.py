@@ -10,8 +10,8 @@ from quire.engine.common import clock
 
 log = logging.getLogger("quire.server")
 SCHEMA_VERSION = 3
-"""SQLite's user_version. Version 0 had one table, `kept`, with JSON objects; 1 lacked files, batches and calls; 2
-lacked indexes for eviction and retention, and garbage.
+"""SQLite's user_version. 0 had one table, `kept`, with JSON objects; 1 lacked files, batches and calls; 2 lacked
+indexes for eviction and retention, and garbage.
 """
 _OBJECT_TABLES = """
 create table objects (
@@ -86,8 +86,8 @@ create table upgrade (at real not null);
 
 
 def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> bool:
-    """Return True if an earlier version wrote the file. Raises ValueError for files of later versions, and
-    sqlite3.Error for other files.
+    """Returns True if an earlier version wrote the file. Raises ValueError for files of later versions, sqlite3.Error
+    for other files.
     """
     database.execute("pragma journal_mode = wal")
     database.execute("pragma synchronous = normal")
@@ -115,7 +115,7 @@ def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> b
 
 
 def _upgrade_to_version_3(database: sqlite3.Connection, *, is_old: bool) -> None:
-    """Rewrites rows of batches only. Creating an index reads its table."""
+    """Rewrites only rows of batches. Creating an index reads its table."""
     statements = [each.strip() for each in _VERSION_3_CHANGES.split(";") if each.strip()]
     began = clock.monotonic()
     if is_old:

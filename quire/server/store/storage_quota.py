@@ -8,16 +8,14 @@ from quire.server.store.database import Database
 from quire.server.store.garbage import Garbage
 
 EvictStep = Callable[[sqlite3.Connection, int], bool]
-"""Delete rows of the largest owner inside a transaction, to free about this many bytes. True if more can go."""
+"""Deletes rows of the largest owner in a transaction, to free about this many bytes. True if more can go."""
 HARD_LIMIT_RATIO = 1.1
 """`make_room` with `max_steps` never exceeds this share of the bound."""
 LOW_WATER_RATIO = 0.95
-"""Eviction to this share of the bound leaves room for new data."""
+"""Eviction down to this share leaves room for new data."""
 
 
 class StorageQuota:
-    """Thread-safe."""
-
     def __init__(
         self,
         database: Database,
@@ -26,7 +24,6 @@ class StorageQuota:
         garbage: Garbage | None,
         new_eviction: Callable[[], EvictStep],
     ) -> None:
-        """`sizes` excludes the bytes of `garbage`."""
         self._database = database
         self._max_bytes = max_bytes
         self._sizes = sizes
@@ -39,8 +36,8 @@ class StorageQuota:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
     def make_room(self, size: int, *, max_steps: int | None = None) -> None:
-        """Evict until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound. `max_steps`:
-        leave the rest to `evict_toward_low_water`, unless the bound is exceeded by 10 %.
+        """Evicts until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound. With
+        `max_steps`, leaves the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
         """
         freed = 0
         has_more = True
@@ -55,7 +52,6 @@ class StorageQuota:
                     break
 
     def evict_toward_low_water(self) -> bool:
-        """Run one transaction. True if more can go."""
         over = self.used_bytes - int(LOW_WATER_RATIO * self._max_bytes)
         if over <= 0:
             self._sweep_eviction = self._new_eviction()
@@ -63,7 +59,6 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
-        """Return (more can go, bytes freed)."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

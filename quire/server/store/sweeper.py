@@ -18,29 +18,25 @@ from quire.server.store.response_store import Store
 log = logging.getLogger("quire.server")
 SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
-"""Transactions per job and call."""
 _PAUSE_SECONDS = 60.0
-"""Between passes over expired data."""
 
 
 class ResponseRetention:
-    """Responses stored by earlier versions count as created at the upgrade."""
+    """Responses of earlier versions count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
-        """`seconds`: maximum age; 0: unlimited."""
         self._store = store
         self._seconds = seconds
         with database.read_connection() as connection:
             row = connection.execute("select max(at) from upgrade").fetchone()
         self._upgraded_at: float = row[0] or 0.0
         self._position: tuple[float, int] | None = None
-        """(created, rowid) to continue from; None: the newest due response."""
         if database.was_upgraded and seconds:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """Run one transaction. False after the last response. Deletes newest first, so that one pass deletes a whole
-        chain.
+        """Runs one transaction. Returns False after the last response. Deletes the newest first, so that one pass
+        deletes a chain.
         """
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
@@ -73,8 +69,8 @@ class ResponseRetention:
 def _select_due_responses(
     connection: sqlite3.Connection, created: float, rowid: int
 ) -> list[tuple[float, int, str, str, int, int]]:
-    """Newest first. Two queries, because for `(created, rowid) < (?, ?)` SQLite visits all rows with that `created`,
-    which includes all that an earlier version stored.
+    """Returns the newest first. For `(created, rowid) < (?, ?)` SQLite would visit all rows with that `created`, such
+    as all that an earlier version stored, so there are two queries.
     """
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
@@ -92,15 +88,11 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 @dataclass(slots=True)
 class _SweepJob:
     run_step: Callable[[], bool]
-    """Runs one transaction. True if more is due."""
     pause: float = 0.0
-    """Seconds between passes."""
     not_before: float = 0.0
 
 
 class Sweeper:
-    """Thread-safe: only one thread sweeps."""
-
     def __init__(
         self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: ResponseRetention
     ) -> None:
@@ -115,7 +107,7 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """Run several transactions. True if more is due."""
+        """Runs several transactions. Returns True if more is due."""
         if not self._mutex.acquire(blocking=False):
             return False
         try:

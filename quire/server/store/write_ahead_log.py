@@ -1,7 +1,6 @@
-"""Memory-mapped log of tokens that the journal does not have yet.
-
-Each token is written before it is sent, at the cost of one memory copy. The kernel keeps the file if the process is
-killed, but a power cut may damage it, so no later boot reads it.
+"""Memory-mapped log of tokens that the journal does not have yet. Each token is written before it is sent, at the cost
+of one memory copy. The kernel keeps the file if the process is killed. A power cut may damage it, so no later boot
+reads it.
 """
 
 from __future__ import annotations
@@ -20,28 +19,27 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""Of files in --data-dir; the process's name follows."""
+"""First part of log files' names in --data-dir; the process's name follows."""
 HALF_BYTES = 1 << 21
-"""One half is written while the journal takes over the other."""
+"""While one half is written, the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""A half's position: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all of
-it. One 64-bit store, so a kill leaves the old or the new value.
+"""A half's position has bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all
+of it. One 64-bit store writes it, so a kill leaves the old or the new value.
 """
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
-"""Length, checksum."""
+"""Length and checksum."""
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
-"""Format of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
+"""Earlier versions wrote 0 as length, a checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
 """XORed into the checksum, so that zeros do not pass."""
 _NUMBER_TYPECODE = "I"
-"""array typecode of StepTokensRecord.rows."""
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """Assigns `number` to a call; its other choices get the next numbers."""
+    """Gives `number` to a call; its other choices get the next numbers."""
 
     number: int
     owner: str
@@ -53,7 +51,6 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
     number: int
     choice: int
     position: int
-    """Position of the first token."""
     token_ids: Sequence[int]
     finish: ChoiceFinish | None
 
@@ -77,8 +74,6 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 
 class WriteAheadLog:
-    """Use it only on its process's event loop."""
-
     def __init__(self, folder: Path, process: str) -> None:
         """Raises OSError without disk space or boot id."""
         boot = _read_boot_id()
@@ -94,13 +89,12 @@ class WriteAheadLog:
         self._half_positions = memoryview(self._memory)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
         self._current_half, self._generation = 0, 1
         self._write_offset, self._half_end = _HEADER_BYTES, _HEADER_BYTES + HALF_BYTES
-        """File offsets."""
         self._is_compacting = False
         self._last_number = 0
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """Return the first choice's number; the others follow."""
+        """Returns the first choice's number; the others follow."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -109,16 +103,16 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Call before sending. Tokens are dropped if there is no space."""
+        """Call before sending. Drops tokens if there is no space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Write one record, because one per token would dominate the cost."""
+        """Writes one record, because one per token would cost more than the rest."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
-        """If True, journal all earlier tokens, then call `discard_other_half`. `open_calls`: (number, owner, id,
-        num_choices).
+        """Returns True if the caller must journal all earlier tokens, then call `discard_other_half`. `open_calls`:
+        (number, owner, id, num_choices).
         """
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
             self._is_compacting = True
@@ -131,12 +125,10 @@ class WriteAheadLog:
         return self._is_compacting
 
     def discard_other_half(self) -> None:
-        """Call when the journal has all records from before the switch."""
         self._is_compacting = False
         self._half_positions[1 - self._current_half] = 0
 
     def close_and_delete(self) -> None:
-        """Call when the journal has everything. Later records are dropped."""
         self._half_end = 0
         self._half_positions.release()
         self._memory.close()
@@ -152,24 +144,22 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
-        """Make everything before `end` valid."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 
 
 def _checksum(record: bytes) -> int:
-    """Not 0 for zeros, which unwritten records consist of."""
+    """Is not 0 for unwritten records, which are zeros."""
     return crc32(record, 1)
 
 
 def _read_boot_id() -> bytes:
-    """Raises OSError if there is none."""
     return BOOT_ID_FILE.read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """Yield tokens in order, up to the first broken or unknown record. Raises OSError. Earlier versions had other half
-    sizes and single-token records.
+    """Yields tokens in order, up to the first broken or unknown record. Earlier versions had other half sizes and
+    single-token records. Raises OSError.
     """
     content = path.read_bytes()
     if len(content) < _HEADER_BYTES or content[:_BOOT_ID_BYTES] != _read_boot_id():
@@ -197,7 +187,7 @@ _AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
 
 
 def _read_records(content: bytes) -> Iterator[_AnyRecord]:
-    """Yield the older half first. Raises _BrokenRecord."""
+    """Yields the older half first. Raises _BrokenRecord."""
     half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
@@ -215,7 +205,6 @@ def _read_records(content: bytes) -> Iterator[_AnyRecord]:
 
 
 def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensRecord | StepTokensRecord:
-    """Raises _BrokenRecord."""
     if _checksum(record) != check:
         raise _BrokenRecord
     try:
@@ -225,7 +214,6 @@ def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensReco
 
 
 def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRecord:
-    """Raises _BrokenRecord."""
     if offset + _LEGACY_TOKEN_RECORD.size > end:
         raise _BrokenRecord
     _, check, number, choice, position, token_id = _LEGACY_TOKEN_RECORD.unpack_from(content, offset)
@@ -237,10 +225,9 @@ def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRe
 class _LoggedCalls:
     def __init__(self) -> None:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
-        """(call, choice) by number."""
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
-        """Skip tokens of unknown calls."""
+        """Skips tokens of unknown calls."""
         match record:
             case CallRecord():
                 for choice in range(record.num_choices):

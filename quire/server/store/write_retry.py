@@ -8,7 +8,6 @@ from typing import TypeVar
 
 log = logging.getLogger("quire.server")
 RETRY_SECONDS = 5.0
-"""Between two attempts of a failed write."""
 Result = TypeVar("Result")
 
 
@@ -19,7 +18,6 @@ def always_false() -> bool:
 async def retry_until_written(
     description: str, operation: Callable[[], Awaitable[Result]], should_give_up: Callable[[], bool] = always_false
 ) -> Result:
-    """Raises the disk's error once `should_give_up` returns True."""
     while True:
         try:
             return await operation()

@@ -1,4 +1,4 @@
-"""Checks that callers' grammars compile before an engine gets them: see engine/text/grammar_compiler.py."""
+"""Checks that callers' grammars compile before an engine gets them; see engine/text/grammar_compiler.py."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from quire.server.workers.worker import JobLimits
 
 _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
-"""Parts of a wrong grammar to check alone."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
-"""For a worker's first grammar, including reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
+"""Limits of a worker's first check, which also reads the vocabulary."""
 
 
 def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
-    """Runs in a worker. `encoded_grammar`: JSON. Raises InvalidRequest if no answer can follow the grammar."""
+    """Runs in a worker. Raises InvalidRequest if no answer can follow the grammar."""
     grammar = msgspec.json.decode(encoded_grammar, type=Grammar)
     error_messages: list[str] = []
 
@@ -53,8 +52,8 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads: closing schemas may
-    take long.
+    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads, because closing
+    schemas may take long.
     """
 
     def __init__(self, workers: WorkerPool) -> None:
@@ -68,10 +67,8 @@ class GrammarChecker:
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
         """Raises InvalidRequest, with the grammar's parameter, for the first grammar that is wrong, unsupported or too
-        complex. Raises the errors of WorkerPool.run_job.
-
-        `parts`: components of the last grammar, by the caller's names. If one is wrong alone, the error names it,
-        because the caller wrote the part, not the grammar.
+        complex, and the errors of WorkerPool.run_job. `parts`: components of the last grammar, by the caller's names.
+        An error names a part that is wrong alone, because the caller wrote only the part.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)
@@ -86,7 +83,7 @@ class GrammarChecker:
         self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
     ) -> CheckedGrammar:
         """Answers must match the returned grammar. If the requested one does not compile, non-strict tools get the
-        nearest weaker schema. Raises the errors of `check_grammars`, with the caller's field names.
+        nearest weaker schema. Raises as `check_grammars` does, with the caller's field names.
         """
         *first, last = resolved.grammars
         await self.check_grammars(first, tenant)
@@ -109,7 +106,6 @@ class GrammarChecker:
         return resolved.unchecked_grammar
 
     async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
-        """Nearest levels at which the schemas of non-strict tools compile alone."""
         levels: dict[str, int] = {}
         for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0
@@ -121,7 +117,6 @@ class GrammarChecker:
         return levels
 
     async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """None if the grammar compiles."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
             if len(self._verdicts) > _MAX_VERDICTS:

@@ -1,4 +1,4 @@
-"""Chooses the next job: tenants take turns by the time they have used, and so do the kinds of a tenant's jobs. Within a
+"""Chooses the next job. Tenants take turns by the time they have used, and so do the kinds of a tenant's jobs. Within a
 kind, small and old jobs come first.
 """
 
@@ -13,21 +13,18 @@ from quire.engine.common import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16
-"""Jobs of at least this size never take all workers."""
+"""Jobs of this size or more never take all workers."""
 _BYTES_PER_SECOND = 1e6
-"""Delays a job's arrival by a second per this many bytes, so large jobs do not delay small ones."""
+"""A job counts as arriving a second later per this many bytes, so large jobs do not delay small ones."""
 
 
 @dataclass(eq=False, slots=True)
 class WorkerSlotClaim:
-    """A waiting or running job."""
-
     tenant: Tenant
     size: int
-    """Input bytes."""
     grant_future: Future[None]
     is_slow: bool = False
-    """May take seconds, however small it is."""
+    """It may take seconds, whatever its size."""
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     started_at: float = 0.0
 
@@ -37,14 +34,11 @@ class WorkerSlotClaim:
 
     @property
     def duration_class(self) -> int:
-        """Groups jobs that take about as long. Many jobs of one class do not delay another, even if all are one
-        tenant's.
-        """
+        """Groups jobs that take about as long. Many jobs of one class do not delay another, even of the same tenant."""
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property
     def tenant_and_class_keys(self) -> tuple[str, tuple[str, int]]:
-        """For taking turns: the tenant, and this kind of its jobs."""
         return self.tenant.name, (self.tenant.name, self.duration_class)
 
     @property
@@ -58,11 +52,8 @@ class JobQueue:
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
-        """Worker seconds divided by the tenant's weight, for tenants with jobs here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
-        """The same, by kind of the tenant's jobs."""
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
-        """By tenant and by kind."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -73,7 +64,7 @@ class JobQueue:
                 claim.grant_future.set_exception(error)
 
     def add_job(self, claim: WorkerSlotClaim) -> None:
-        # A newcomer starts level with the least served tenant: its absence gives no credit.
+        # A newcomer starts level with the least served tenant: absence gives no credit.
         tenant, kind = claim.tenant_and_class_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
         siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]
@@ -83,7 +74,6 @@ class JobQueue:
         self._grant_slots()
 
     def end_job(self, claim: WorkerSlotClaim) -> None:
-        """The job has ended or was given up."""
         tenant, kind = claim.tenant_and_class_keys
         if claim in self._running:
             self._running.remove(claim)
@@ -114,7 +104,6 @@ class JobQueue:
             claim.grant_future.set_result(None)
 
     def _make_sort_key_function(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
-        """Sort by the tenant's time, running jobs included, then the kind's, then arrival."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:
             tenant, kind = running.tenant_and_class_keys

@@ -36,13 +36,13 @@ CLEARED_API_KEYS: dict[str, object] = {
     "admin_api_key": [],
     "metrics_api_key": [],
 }
-"""Workers, which run callers' templates, need not know these."""
+"""Workers run callers' templates, and need not know these."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
-"""When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates more memory under a
-lock, and deadlocks.
+"""When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates memory under a lock, and
+deadlocks.
 """
 WORKER_MEMORY_BYTES = 256 << 20
-"""A worker may take this much for one body."""
+"""A worker may grow by this much for one body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,22 +64,18 @@ class WorkerPool:
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
-        """`adapters`: the model's, a live view. `launch_process` starts the process that forks."""
         self._source = source
         self._launch_process = launch_process
         self._adapters = adapters
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """Waiting jobs by tenant. A tenant gets more only while as many are left to others."""
+        """A tenant gets more only while others keep as many."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
-        """Workers requested by callers that have left; the next callers take them."""
         self._shutdown_error: Exception | None = None
-        """For jobs whose workers die with the server."""
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks, even if its caller stops waiting."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
@@ -89,7 +85,6 @@ class WorkerPool:
 
     @property
     def num_jobs(self) -> int:
-        """Waiting and running."""
         return len(self._queue) + len(self._busy_workers)
 
     @property
@@ -105,7 +100,7 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """Run `work` on a body's joined pieces in a worker; cancelling kills the worker. `is_slow`: see
+        """Runs `work` on a body's joined pieces in a worker; cancelling kills the worker. `is_slow`: see
         WorkerSlotClaim. `extra_bytes`: size of the function's own arguments. Raises the errors of `work`, Overloaded if
         too many jobs wait or the worker stands still, and InvalidRequest beyond a worker's time or memory.
         """
@@ -127,7 +122,7 @@ class WorkerPool:
         is_slow: bool,
         extra_bytes: int = 0,
     ) -> Result:
-        """Like `run_job`, but raises `limit_error` if a limit ends the job."""
+        """Raises `limit_error` if a limit ends the job, otherwise as `run_job` does."""
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
@@ -156,7 +151,7 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Start the process that forks, unless it runs or is starting. Awaiting the task raises OSError."""
+        """Starts the process that forks, unless it runs or is starting. Awaiting the task raises OSError."""
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -203,7 +198,6 @@ class WorkerPool:
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """End all jobs, present and later, with `error`."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):
@@ -250,7 +244,6 @@ class WorkerPool:
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
-        """Raises OSError or EOFError if no worker comes."""
         assert self._fork_socket is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -293,7 +286,7 @@ class WorkerPool:
 
 
 STALL_SECONDS = 5.0
-"""A process that does nothing for this long is killed if it has work and could compute."""
+"""A process that has work, could compute, and does nothing for this long is killed."""
 _POLL_SECONDS = 0.25
 
 
@@ -316,7 +309,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kill the process if it stands still during the block, which waits for it."""
+    """Kills the process if it stands still during the block."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

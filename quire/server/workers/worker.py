@@ -1,10 +1,7 @@
-"""`python -m quire.server.workers.worker FD`: loads once what turns text into tokens, and forks body workers. They
-share that memory and start within milliseconds, so a worker that takes too much time or memory, or has lost its caller,
-is simply killed.
-
-Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's own
-socket. This process and its workers end with the server.
-
+"""`python -m quire.server.workers.worker FD`: loads what turns text into tokens, and forks body workers. They share
+that memory and start within milliseconds, so a worker that takes too much time or memory, or has lost its caller, is
+simply killed. All end with the server.
+Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's socket.
 The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is a
 library's object, functions are bound to body classes, and results are pydantic models or hold functions that write
 answers. Both ends belong to one start of the server.
@@ -37,9 +34,9 @@ from quire.server.served_model import ServedModel, ServedModelSpec
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
-"""Below the server and its engine: running streams come before new requests."""
+"""Workers yield to the server and its engine, because running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
-"""A worker that has grown by more ends after its answer; a new one is small."""
+"""A worker that has grown by more ends after its answer."""
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
@@ -49,7 +46,6 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 class JobLimits(msgspec.Struct, frozen=True):
     cpu_seconds: float
     memory_bytes: int
-    """Largest growth of the worker."""
 
 
 class WorkerJob(msgspec.Struct, frozen=True):
@@ -57,16 +53,14 @@ class WorkerJob(msgspec.Struct, frozen=True):
 
     limits: JobLimits
     adapters: Sequence[str]
-    """Current ServedModel.adapters."""
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """A frame with the pickled result or error follows."""
+    """The pickled result or error follows in a frame."""
 
     succeeded: bool | None
     """False: a QuireError follows. None: a traceback's text follows."""
     is_reusable: bool
-    """The worker stays for more jobs."""
 
 
 decode_worker_started = msgspec.msgpack.Decoder(WorkerStarted).decode
@@ -123,7 +117,6 @@ def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str
 
 
 def _read_frame(pipe: BinaryIO) -> bytes:
-    """Raises EOFError if the server is gone."""
     if (content := read_frame(pipe)) is None:
         raise EOFError
     return content
@@ -135,7 +128,7 @@ def _run_job(
     resource.setrlimit(
         resource.RLIMIT_DATA, (initial_bytes + limits.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
     )
-    # The timer's signal, SIGPROF, ends the process by default, even inside native code.
+    # The timer's signal, SIGPROF, ends the process, even inside native code.
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     try:
         return True, work(body, model, config)
@@ -150,7 +143,7 @@ def _run_job(
 
 
 def private_memory_bytes() -> int:
-    """Memory that only this process can write to: RLIMIT_DATA limits it."""
+    """Writable memory of this process only, limited by RLIMIT_DATA."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 

@@ -1,4 +1,4 @@
-"""Rules that rewrite a unit for a chat template. None moves a user's or a tool's text into a system message."""
+"""Rules that rewrite a unit for a chat template. No rule moves a user's or tool's text into a system message."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""Inserted, in this order of preference, between two messages of the other role that a template refuses and that cannot
-be merged.
+"""Inserted between two messages that a template refuses in succession and that cannot be merged; the first is
+preferred.
 """
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",
@@ -49,20 +49,16 @@ FIX_LABELS: dict[Fix, str] = {
     "omitted": "empty message left out",
 }
 _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
-"""Others cost 1. Cheap rules come first."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
-"""Most rules tried before calls become text."""
 
 
 class AdaptationRule(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     join: JoinMode = ""
     filler_index: int = 0
-    """Index into FILLERS."""
 
     def label(self, role: str) -> str:
-        """Empty if nothing changes."""
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
         if self.join:
             names.append("merged with the message before" if self.join == "merged" else "a message put before")
@@ -73,7 +69,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """Yield rules in the order to try. `text_results`: calls are text, so results must be too."""
+    """Yields the order to try. `text_results`: calls are text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

@@ -11,9 +11,9 @@ from quire.engine.text.conversation.text_presence import find_missing_message_in
 from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
-"""Each one bans rules that failed before."""
+"""Each rendering bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""In longer conversations, the last unit gets the blame for a refusal."""
+"""Refusals of longer conversations are blamed on the last unit."""
 ADAPTATION_OFF_MESSAGE = (
     "the chat template does not accept this conversation unchanged, and the server runs with --adapt-conversations off"
 )
@@ -24,15 +24,14 @@ class RenderedConversation:
     text: str
     adaptations: Sequence[Adaptation] = ()
     moved_texts: Sequence[str] = ()
-    """Special tokens in these are plain text."""
 
 
 class ConversationRenderer:
     def __init__(
         self, units: Sequence[MessageUnit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
     ) -> None:
-        """`render` raises InvalidRequest if the template refuses. `prompt`: add a generation prompt; None: continue the
-        last message.
+        """`render` raises InvalidRequest if the template refuses. `prompt`: whether a generation prompt follows; None:
+        the last message is continued.
         """
         self._units = units
         self._render_messages = render
@@ -40,7 +39,7 @@ class ConversationRenderer:
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest naming messages[i] that no rule renders (unless `allow_missing`) or that need a rule
+        """Raises InvalidRequest with messages[i] that no rule renders (unless `allow_missing`) or that need a rule
         (without `adapt`).
         """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}

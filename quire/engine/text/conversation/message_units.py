@@ -1,4 +1,4 @@
-"""A unit is one message, or an assistant's calls with the results that directly follow."""
+"""A unit is one message, or an assistant's calls with the results directly after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = dict[str, Any]
 RESULT_ROLES = ("tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 MAX_COUNTED_CALLS = 3
-"""More calls in a message count as three."""
+"""A message's further calls do not count."""
 
 ContentKind = Literal["empty", "text", "parts"]
 """parts: with images."""
@@ -34,7 +34,6 @@ class UnitShape(NamedTuple):
     results: ResultsKind = "none"
     result_content: ContentKind = "text"
     is_legacy: bool = False
-    """Uses `function_call` or the role `function`."""
     has_result_names: bool = True
     is_tool_description: bool = False
 
@@ -42,14 +41,12 @@ class UnitShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MessageUnit:
     messages: tuple[Message, ...]
-    """Normalized by `normalize_message`."""
     index: int
-    """-1 if Quire added it."""
     is_tool_description: bool = False
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
-    """`first_index`: -1 if a tool description comes first."""
+    """`first_index` is -1 if a tool description comes first."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:
@@ -69,7 +66,7 @@ def has_calls(message: Message) -> bool:
 
 
 def message_calls(message: Message) -> list[dict[str, Any]]:
-    """Includes a deprecated `function_call`."""
+    """Includes the deprecated `function_call`."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):
@@ -95,7 +92,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Return call indices of results. Results without id answer the first open call, by name if given."""
+    """Returns call indices of results. Results without id answer the first open call, of the same name if given."""
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))
@@ -116,7 +113,6 @@ def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
 
 
 def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
-    """`text_arguments`: the template takes arguments as JSON strings."""
     message = unit.messages[0]
     role = message.get("role", "")
     content = content_kind(message)
@@ -163,7 +159,6 @@ def content_kind(message: Message) -> ContentKind:
 
 
 def arguments_kind(arguments: object, text_arguments: bool = False) -> ArgumentsKind:
-    """`text_arguments`: objects are JSON strings."""
     if text_arguments and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

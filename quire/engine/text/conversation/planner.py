@@ -1,6 +1,5 @@
-"""Renders made-up texts to find a rule by which a chat template accepts each unit.
-
-A rule depends only on what precedes the unit: a growing conversation keeps its prompts' prefix.
+"""Renders made-up texts to find rules by which a chat template accepts each unit. A rule depends only on what precedes
+the unit, so a growing conversation keeps its prompts' prefix.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from quire.engine.text.conversation.probe_units import ProbeUnit, make_probe_uni
 from quire.engine.text.conversation.unit_writer import UnitWriter
 
 RenderProbe = Callable[[list[Message], bool, bool], str | None]
-"""(messages, tools, generation prompt) to text; None: refused."""
+"""Maps (messages, tools, generation prompt) to text, or None if refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""Keyed by unit index: rules or fixes that failed with the conversation's own texts."""
+"""Rules or fixes that failed with the conversation's own texts, by unit."""
 
 MAX_CACHED_STATES = 2000
-"""Above this, the cache is cleared."""
 _MAX_STATE_STEPS = 12
 _USER, _ASSISTANT = UnitShape("user"), UnitShape("assistant")
 _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
@@ -31,13 +29,12 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Continuations after a role. Rules that allow one are preferred."""
+"""Rules that allow one of these continuations go first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
     index: int
-    """Index of the unit's first message in the caller's list."""
     label: str
 
 
@@ -48,7 +45,6 @@ class ConversationPlan:
     rules: list[AdaptationRule]
     adaptations: list[Adaptation]
     first_unsure_unit: int | None = None
-    """First unit without a known rule."""
     moved_texts: list[str] = field(default_factory=list)
 
 
@@ -56,9 +52,7 @@ class ConversationPlan:
 class _AutomatonState:
     steps: tuple[PlanStep, ...]
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
-    """(rule, next state, whether the template accepts it)"""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
-    """Keyed by whether a generation prompt follows."""
 
 
 class ConversationPlanner:
@@ -71,7 +65,7 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
-        """`prompt`: add a generation prompt; None: continue the last message."""
+        """`prompt`: whether a generation prompt follows; None: the last message is continued."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
@@ -137,9 +131,8 @@ class ConversationPlanner:
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """Return the first rule that the template accepts with a usual continuation, or else the first that it accepts.
-
-        False: it accepts none, and the unit stays as sent.
+        """Returns the first rule that the template accepts with a usual continuation, or else the first it accepts.
+        False: it accepts none, and the unit stays unchanged.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None
@@ -165,7 +158,6 @@ class ConversationPlanner:
     def _rule_suits_and_continues(
         self, steps: tuple[PlanStep, ...], shape: UnitShape, rule: AdaptationRule, tools: bool, *, partly: bool = False
     ) -> tuple[bool, bool]:
-        """`partly`: call arguments may be missing, and texts may be anywhere."""
         trial = self._write_trial_of_steps((*steps, (shape, rule)))
         if trial is None:
             return False, False
@@ -209,7 +201,6 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the template does not show everything."""
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -237,7 +228,6 @@ class ConversationPlanner:
         return True
 
     def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the last rule does not fit."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
         for place, (shape, rule) in enumerate(steps):
@@ -282,7 +272,7 @@ def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
 
 
 def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
-    """Keeps the first and last exchange and two of any repetition, which templates distinguish."""
+    """Keeps the first and last exchange, and two of each repetition, because templates distinguish these."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchange_starts(rest)]

@@ -12,7 +12,7 @@ PROBE_KEY = "qkeyq"
 class ProbeUnit(NamedTuple):
     unit: MessageUnit
     expected_texts: list[tuple[str, ...]]
-    """One text per entry must appear."""
+    """At least one text of each entry must appear."""
     any_position: bool = False
     """Some templates move the first system message."""
     argument_texts: frozenset[str] = frozenset()
@@ -68,7 +68,6 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
 
 
 def _answered_call_indices(shape: UnitShape) -> list[int]:
-    """In the order of results."""
     places = list(range(shape.num_calls))
     if shape.results == "reordered":
         return places[::-1]

@@ -21,14 +21,12 @@ _CALL_MARKS = ("qcalledq", "qidqidqid", "qvalueq")
 @dataclass(frozen=True, slots=True)
 class TemplateInputFormat:
     content_parts: bool = False
-    """Content is a list of parts: some multimodal templates omit strings."""
+    """Some multimodal templates omit content that is a string."""
     empty_tool_list: bool = False
-    """`tools` is an empty list if there are none."""
     functions_variable: bool = False
-    """For FireFunction's template."""
 
     shows_user_text: bool = True
-    """False: the template is constant, and rendered unchecked."""
+    """False for a constant template, which is rendered unchecked."""
 
     def make_template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
         more: Mapping[str, Any] = {}
@@ -47,15 +45,12 @@ class TemplateCapabilities:
     shows_tools: bool
     shows_calls: bool
     text_arguments: bool
-    """Takes arguments of calls as JSON strings."""
     undescribed_tools: bool
-    """Accepts tools without description."""
     undescribed_parameters: bool
-    """Accepts parameters without description."""
 
 
 def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:
-    """`render` returns None if the template refuses."""
+    """`render` returns None for a refusal."""
     for functions_variable, empty_tool_list, content_parts in product((False, True), repeat=3):
         input_format = TemplateInputFormat(content_parts, empty_tool_list, functions_variable)
         if _USER_TEXT in (render(input_format, [_USER_MESSAGE]) or ""):
@@ -66,7 +61,7 @@ def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], s
 def detect_capabilities(
     render: Callable[[list[Message], Tools], str | None], *, tool_template: bool
 ) -> TemplateCapabilities:
-    """`tool_template`: the model has a separate template for tools."""
+    """`tool_template`: the model has another template for tools."""
 
     def renders_any(messages: list[Message], tools: Tools, *marks: str) -> bool:
         text = render(messages, tools) or ""

@@ -10,7 +10,7 @@ from markupsafe import escape
 from quire.engine.text.conversation.message_units import Message, message_calls, tool_call_function
 
 _REASONING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
-"""In an assistant's content, templates drop the text before the last of these."""
+"""Templates drop an assistant's text before the last of these."""
 _WORD = re.compile(r"[A-Za-z0-9]+")
 _MAX_SEARCHED_CHARACTERS = 200
 
@@ -34,7 +34,7 @@ def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list
 
 
 def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
-    """`expected` may appear trimmed, or escaped as JSON or HTML."""
+    """`expected` may be trimmed, or escaped as JSON or HTML."""
     if by_assistant:
         for end in _REASONING_ENDS:
             expected = expected.rpartition(end)[2]
@@ -67,7 +67,7 @@ def _part_texts(content: Any) -> list[str]:
 
 
 def _argument_words(message: Message) -> Iterator[str]:
-    """One word per argument text: spellings differ, and probes prove that all are shown."""
+    """One word per argument: spellings differ, and probes prove that all are shown."""
     rest: list[Any] = [tool_call_function(call).get("arguments") for call in message_calls(message)]
     while rest:
         value = rest.pop()

@@ -28,9 +28,8 @@ _RESULT_END = "</tool_response>"
 class WrittenUnit(NamedTuple):
     messages: list[Message]
     num_replaced: int
-    """Number of earlier messages that `messages` replace; 1 after merging."""
+    """Earlier messages that `messages` replace; 1 after merging."""
     moved_texts: list[str]
-    """Texts moved to another role's message, and calls that became text."""
 
 
 class UnitWriter(NamedTuple):
@@ -38,7 +37,6 @@ class UnitWriter(NamedTuple):
     text_arguments: bool
 
     def write_unit(self, unit: MessageUnit, rule: AdaptationRule, before: Sequence[Message]) -> WrittenUnit | None:
-        """None if the rule does not fit."""
         messages, moved_texts = list(unit.messages), list[str]()
         for fix in rule.fixes:
             apply_fix = _FIX_FUNCTIONS[fix]
@@ -103,7 +101,6 @@ def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dic
 
 
 def _make_short_id(text: str, index: int) -> str:
-    """Nine letters and digits: a hash of `text` and message index."""
     number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
     digits = []
     for _ in range(_ID_LENGTH):
@@ -113,7 +110,6 @@ def _make_short_id(text: str, index: int) -> str:
 
 
 def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """An id gets the same short id in every context."""
 
     def shorten_id(id: str | None, place: int) -> str:
         if id is None:
@@ -146,7 +142,7 @@ def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str]
 
 
 def _move_bad_arguments_to_content(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Arguments other than objects become empty; the content shows them as sent."""
+    """Arguments that are no objects become empty, and the content shows them as sent."""
     calls, notes = [], []
     for call in message_calls(messages[0]):
         function = tool_call_function(call)
@@ -171,7 +167,6 @@ def _is_object(arguments: Any, *, text_arguments: bool) -> bool:
 
 
 def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """In the order of the calls; results without a call come last."""
     matched = match_results_to_calls(MessageUnit(tuple(messages), 0))
     pairs = list(zip(matched, messages[1:], strict=True))
     pairs.sort(key=lambda pair: len(messages) if pair[0] is None else pair[0])
@@ -239,7 +234,6 @@ def _to_system_role(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
 
 def _to_tagged_user_messages(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Tags instructions, but not Quire's tool description."""
     if unit.is_tool_description:
         return [{**message, "role": "user"} for message in messages]
     role = messages[0].get("role")

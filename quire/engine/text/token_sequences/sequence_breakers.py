@@ -53,9 +53,7 @@ def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tup
 
 
 def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Yields each token that contains the text, and each token that ends with a prefix of it, followed by the tokens of
-    the rest.
-    """
+    """Yields each token that contains the text, and each that ends with a prefix of it, with the rest's tokens."""
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
     yield from ((token,) for token in _find_tokens(encoded, vocabulary))
     rests = {len(text[:index].encode()): _encode_within_text(text[index:], tokenizer) for index in range(1, len(text))}
@@ -68,8 +66,8 @@ def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int
 
 
 def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the text's tokens as they appear after other text, because many tokenizers put a space before a first
-    token. Empty if the text always merges with what precedes it.
+    """Returns a text's tokens after other text, because many tokenizers put a space before a first token. Empty if it
+    always merges with its predecessor.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)
@@ -81,7 +79,7 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
-    """Returns the bytes of all tokens, each followed by _SEPARATOR, and the position of each token."""
+    """Returns the bytes of all tokens, each followed by _SEPARATOR, and their positions."""
     tokens = tokenizer.list_token_bytes()
     starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
     return _SEPARATOR.join([*tokens, b""]), starts

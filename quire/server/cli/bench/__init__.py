@@ -18,7 +18,6 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """The exit status is 1 if a request failed."""
     if argv and argv[0] in SUBCOMMANDS:
         part = import_module(f"quire.server.cli.bench.{argv[0]}")
         status: int = part.main(argv[1:])

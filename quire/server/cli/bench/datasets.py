@@ -16,13 +16,12 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""vLLM's limits for prompts, and for prompts with answers, to make figures comparable."""
+"""vLLM's limits for prompts, and for prompts with answers, so that figures are comparable."""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 
 
 def read_dataset(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
-    """Raises ConfigError."""
     if args.dataset_name == "custom":
         return _read_custom(args.dataset_path, args.dataset_output_len or args.output_len, chats=args.chats)
     return _read_sharegpt(args, count_tokens)
@@ -75,7 +74,6 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
-    """None if there are fewer than two turns."""
     turns = entry.get("conversations", entry.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None
@@ -83,7 +81,6 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def count_tokens_by_server(http: httpx.Client, model: str, text: str) -> int:
-    """Estimate if the server does not count."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
         return int(answer.json()["count"])

@@ -63,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_latencies(llm: LLM, args: argparse.Namespace) -> list[float]:
-    """Seconds per batch."""
     rng = random.Random(0)
     vocab = max(FIRST_TOKEN_ID + 1, min(10_000, llm.tokenizer.vocab_size))
     prompts = [[rng.randrange(FIRST_TOKEN_ID, vocab) for _ in range(args.input_len)] for _ in range(args.batch_size)]

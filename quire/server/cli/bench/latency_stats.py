@@ -11,17 +11,15 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """Times are seconds since the request was sent."""
+    """Times are seconds since the request."""
 
     chunk_times: Sequence[float]
-    """Of chunks with tokens; at least one."""
     prompt_tokens: int
     completion_tokens: int
-    """The number of chunks if the server does not report it."""
+    """Number of chunks if the server does not report it."""
 
     @property
     def gaps(self) -> list[float]:
-        """In seconds. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -32,8 +30,6 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """In milliseconds."""
-
     mean: float
     p50: float
     p90: float
@@ -54,19 +50,16 @@ class BenchSummary:
     total_tokens_per_second: float
     ttft_ms: LatencyDistribution | None
     itl_ms: LatencyDistribution | None
-    """Inter-token latency: gaps between chunks, over all streams."""
+    """Gaps between chunks, over all streams."""
     tpot_ms: LatencyDistribution | None
-    """Time per output token after the first, one figure per request."""
     e2e_ms: LatencyDistribution | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Does not interpolate."""
     return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """Takes seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -75,7 +68,6 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
-    """In seconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],
@@ -89,7 +81,7 @@ def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
 
 
 def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> BenchSummary:
-    """`seconds`: from the first request to the end of the last answer."""
+    """`seconds`: from the first request to the last answer's end."""
     answers = [result for result in results if isinstance(result, BenchAnswer)]
     errors = Counter(result.message for result in results if isinstance(result, BenchFailure))
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -109,6 +101,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """A Poisson process; `rate` is in requests per second."""
+    """Poisson process; `rate` in requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Excludes the warm-up."""
     prompts, warming = random_prompts_and_warmup(args, min(args.vocab, llm.tokenizer.vocab_size))
     if warming:
         llm.generate(warming, _fixed_length_params(WARMUP_TOKENS, args.temperature), use_tqdm=False)

@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Any chunk of /completions counts, even with empty text. A chunk that only opens a chat answer does not."""
+        """Any chunk of /completions counts, but not one that only opens a chat answer."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -85,8 +85,6 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """Declares only the fields that are read; the decoder skips all others."""
-
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: Any = None
@@ -94,18 +92,16 @@ class StreamChunk(msgspec.Struct):
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 BenchJob = tuple[str, bytes]
-"""(path, body)."""
 
 
 @dataclass(slots=True)
 class ReceivedStream:
     sent_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
-    """Seconds since `sent_at`, for chunks with tokens."""
+    """Seconds since `sent_at`. Chunks without tokens do not count."""
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
-        """Raises ValueError for an error or a malformed chunk."""
         chunk = _decode_chunk(data)
         if chunk.error:
             raise ValueError(str(chunk.error))
@@ -144,7 +140,6 @@ async def run_closed_loop(
 async def run_open_loop(
     client: StreamClient, jobs: Sequence[BenchJob], times: Iterable[float], concurrency: int | None = None
 ) -> list[BenchAnswer | BenchFailure]:
-    """`concurrency`: delay requests while this many are open."""
     started = time.perf_counter()
     free_slots = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
@@ -187,7 +182,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """Chats take no ids: send as many words that are single tokens in most vocabularies."""
+    """Sends chats, which take no ids, words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {
@@ -200,13 +195,12 @@ class Measurement:
     results: list[BenchAnswer | BenchFailure]
     seconds: float
     client_seconds: float
-    """This process's CPU time, which a server on the same cores lacked."""
+    """CPU time of this process, which a server on the same cores lacks."""
 
 
 async def measure_server(
     args: argparse.Namespace, client: StreamClient, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> Measurement:
-    """Raises EngineError if a warm-up request fails."""
     jobs, warming = build_measured_and_warmup_jobs(args, model, dataset)
     try:
         for job in warming:

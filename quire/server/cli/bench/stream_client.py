@@ -1,6 +1,4 @@
-"""A cheap HTTP/1.1 client for server-sent events.
-
-It usually shares the server's processor. A general client spends awaits and copies on every chunk; here the transport's
+"""A cheap HTTP/1.1 client for server-sent events, because it usually shares the server's processor. The transport's
 callback reads chunks, and the request's task wakes once, at the end.
 """
 
@@ -21,16 +19,12 @@ MAX_ERROR_CHARACTERS = 200
 
 
 class StreamError(Exception):
-    """`status` is None without an HTTP response."""
-
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
 
 
 class StreamClient:
-    """`keep_alive`: reuse connections if the server keeps them open."""
-
     def __init__(
         self,
         base: str,
@@ -54,8 +48,8 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Post to /v1/`path`. Call `on_event` in the transport's callback for each event until [DONE]. A ValueError
-        from it ends the stream. Raises StreamError.
+        """Posts to /v1/`path`, and calls `on_event` for each event until [DONE], in the transport's callback. A
+        ValueError from it ends the stream. Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         while True:
@@ -156,7 +150,6 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
-        """`missing`: error message if the stream is incomplete or failed."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

@@ -87,7 +87,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Excludes the warm-up."""
     prompts: list[Any]
     if args.dataset_path is None:
         prompts, warming = random_prompts_and_warmup(args, min(args.vocab, llm.tokenizer.vocab_size))

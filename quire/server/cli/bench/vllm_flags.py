@@ -19,8 +19,8 @@ _IGNORED_FLAGS = {
     **dict.fromkeys(("--no-stream", "--skip-chat-template", "--profile", "--random-batch-size", "--random-rerank"), 0),
     "--percentile-metrics": 1,
 }
-"""Each flag's number of values. The flags have no effect: prompts are sent unchanged or as token ids, and all latencies
-are reported.
+"""These have no effect: prompts are sent unchanged or as token ids, and all latencies are reported. Values: number of a
+flag's arguments.
 """
 _BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
 
@@ -144,7 +144,6 @@ VLLM_FLAGS = {
 
 
 def apply_vllm_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with status 2 for contradictory or impossible flags."""
     args.url = args.base_url or args.url
     if args.host is not None or args.port is not None:
         host = "127.0.0.1" if args.host in (None, "0.0.0.0") else args.host

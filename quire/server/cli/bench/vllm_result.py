@@ -65,7 +65,6 @@ def build_result(
 
 
 def save_result(args: argparse.Namespace, content: Mapping[str, Any]) -> Path:
-    """Raises ConfigError."""
     rate = content["request_rate"]
     at_once = "" if args.concurrency is None else f"-concurrency{args.concurrency}"
     base = str(content["model_id"]).rpartition("/")[2]
@@ -97,7 +96,7 @@ def _latency_figures(name: str, values: Sequence[float], percentiles: Sequence[f
 
 
 def interpolated_percentile(ordered: Sequence[float], percent: float) -> float:
-    """Like NumPy, which vLLM uses."""
+    """Interpolates like NumPy, which vLLM uses."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

@@ -47,7 +47,7 @@ def check_shared_prefix_length(parser: argparse.ArgumentParser, args: argparse.N
 
 
 def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
-    """`count` lengths: `length`, or random ones around it by --random-range-ratio."""
+    """Returns `length`, or random lengths around it by --random-range-ratio."""
     ratio = getattr(args, "random_range_ratio", 0.0)
     if not ratio:
         return [length] * count
@@ -69,7 +69,7 @@ def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[lis
 
 
 def read_jsonl_prompts(path: Path) -> list[dict[str, Any]]:
-    """Read lines of {"prompt": ...} or {"messages": ...}; other fields go into the request. Raises ConfigError."""
+    """Lines have `prompt` or `messages`; other fields go into the request. Raises ConfigError."""
     entries = []
     try:
         for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

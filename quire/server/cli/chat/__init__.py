@@ -31,7 +31,6 @@ from quire.server.config import ServerConfig
 def open_client_or_start_server(
     url: str | None, config: ServerConfig, key: str | None, cacert: Path | None
 ) -> Iterator[httpx.Client]:
-    """The client's base is /v1."""
     with ExitStack() as stack:
         if url is None:
             from quire.server.cli.engine_app import (

@@ -14,10 +14,7 @@ from quire.server.cli.server_client import error_from_response
 
 @dataclass
 class ChatSession:
-    """`options` go into every request's body."""
-
     http: httpx.Client
-    """Its base is /v1."""
     model: str
     options: dict[str, Any]
     system: str | None = None
@@ -26,11 +23,10 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
-        """Keep interrupted answers as far as they came. If the server refuses, raise QuireError, and drop `text` and
-        the pending images.
+        """Keeps an interrupted answer. If the server refuses, raises QuireError and drops `text` and the pending
+        images.
         """
         self.was_truncated = False
         image_parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pending_images]
@@ -52,7 +48,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Return the text of the removed user message. Its images become pending again."""
+        """Returns the user message's text. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -73,7 +69,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Take a saved conversation or a list of messages; keep the current model. Raises ConfigError."""
+        """Takes a saved conversation or a list of messages; keeps the model. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:
@@ -143,7 +139,6 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
-    """True if the file has content other than a JSON object with these names."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

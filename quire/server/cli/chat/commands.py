@@ -39,14 +39,13 @@ class CommandOutcome:
     message: str = ""
     prompt: str | None = None
     draft: str | None = None
-    """Prefills the input."""
     should_exit: bool = False
 
 
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """A line that begins with a slash is a command; any other is a prompt."""
+    """A line with a leading slash is a command."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:
@@ -60,7 +59,6 @@ def handle_line(
 
 
 def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
-    """Raises QuireError."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
@@ -145,7 +143,6 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def _check_option(name: str, value: Any) -> None:
-    """Raises InvalidRequest for values that the API refuses."""
     from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body
@@ -172,7 +169,7 @@ def _switch_model(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def image_data_url(name: str) -> str:
-    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError or InvalidRequest."""
+    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError, InvalidRequest."""
     from quire.engine.images.image_decoding import (  # images are rare
         MAX_FILE_BYTES,
         open_image,

@@ -1,4 +1,4 @@
-"""Streaming Markdown: finished blocks are printed for good, the current one is redrawn."""
+"""Streams Markdown: prints finished blocks for good, and redraws the current one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rich.spinner import Spinner
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 _CONTINUATION = re.compile(r"\s|[-*+>|]|\d+[.)]")
-"""May continue a list, quotation or table after a blank line."""
+"""A line that begins so may continue a list, quotation or table after a blank line."""
 _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Return the blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -31,7 +30,6 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield (line, fence open before it, fence open after it)."""
     fence = ""
     for line in lines:
         before, mark = fence, FENCE.match(line)
@@ -43,7 +41,7 @@ def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, b
 
 
 def to_rich_markdown(text: str) -> Markdown:
-    """Keep line breaks, which Markdown turns into spaces."""
+    """Keeps line breaks, which Markdown turns into spaces."""
     lines = [
         line if before or after else line.rstrip() + "  "
         for line, before, after in _lines_with_fence_state(text.split("\n"))
@@ -52,7 +50,7 @@ def to_rich_markdown(text: str) -> Markdown:
 
 
 def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
-    """Print everything before raising an error of `pieces`."""
+    """Prints everything before raising an error of `pieces`."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),
@@ -85,7 +83,6 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """Cut a redrawn block to the height of the screen. Keep an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

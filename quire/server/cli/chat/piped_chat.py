@@ -11,7 +11,6 @@ from quire.server.cli.chat.commands import handle_line
 
 
 def chat_over_pipes(chat: ChatSession, stdin: TextIO, out: TextIO) -> int:
-    """Return 1 if the last request was refused."""
     status = 0
     for line in _read_messages(stdin):
         outcome = handle_line(chat, line, partial(print, file=out), _print_error)

@@ -22,7 +22,6 @@ from quire.server.cli.chat.markdown import print_stream
 
 
 def chat_in_terminal(chat: ChatSession, console: Console) -> int:
-    """Return 1 if the last request was refused."""
     session: PromptSession[str] = PromptSession(
         history=_open_history(),
         multiline=True,
@@ -89,7 +88,6 @@ def _key_bindings() -> KeyBindings:
 
 
 def _open_history() -> History:
-    """Keep history in memory if the file is not writable."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     path = Path(state).expanduser() / "quire" / "chat_history"
     try:
@@ -103,7 +101,6 @@ def _open_history() -> History:
 
 @contextmanager
 def hide_typed_keys() -> Iterator[None]:
-    """Typed text appears at the next prompt."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = termios.tcgetattr(descriptor)

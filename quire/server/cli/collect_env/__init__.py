@@ -49,7 +49,6 @@ _VARIABLES = (
     "MALLOC_ARENA_MAX",
 )
 _SECRET_NAME_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "MODEL", "DIR", "FILE", "PATH", "URL", "ENDPOINT")
-"""Settings with such names are not shown."""
 _TIMEOUT_SECONDS = 10.0
 
 

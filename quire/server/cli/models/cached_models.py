@@ -18,14 +18,13 @@ from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptio
 log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE_KEYWORD = Path("cache")
-"""Value of --models, unless a file of this name exists."""
+"""Value of --models, unless a file has this name."""
 _MEMORY_SHARE = 0.9
-"""Of the memory that is free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """Smallest first: it is loaded at the start, and answers requests that name no model. Raises ConfigError if none
-    can be served.
+    """Puts the smallest model first: it is loaded at the start and is the default. Raises ConfigError if none can be
+    served.
     """
     cache = scan_hub_cache()
     downloads = (
@@ -50,7 +49,6 @@ def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
 
 
 def _is_generative(model: DownloadedModel) -> bool:
-    """Guessed from the name."""
     name = model.name.lower()
     return not any(part in name for part in ("embed", "rerank", "bge", "gte", "e5-", "minilm", "clip"))
 

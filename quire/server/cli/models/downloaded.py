@@ -20,14 +20,11 @@ _NO_WEIGHTS = "no weights"
 @dataclass(frozen=True, slots=True)
 class DownloadedModel:
     name: str
-    """OWNER/REPO, with tag or file for GGUF."""
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
-    """By path in the repository."""
     path: Path
     ref: str
-    """Branch, tag or commit."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,7 +62,6 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """None: no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -75,7 +71,6 @@ def scan_hub_cache() -> HFCacheInfo | None:
 
 
 def iterate_downloads(cache: HFCacheInfo) -> Iterator[DownloadedModel]:
-    """Unordered, one per revision."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:

@@ -6,7 +6,6 @@ from quire.server.config import ServerConfig
 
 
 def equivalent_names(model: str) -> list[str]:
-    """Names that a server may use: as given, short, and the hub's."""
     names = [model, ServerConfig(model=model).model_names[0]]
     known = load_catalog()
     if (entry := known.get(model.lower())) is not None:

@@ -38,13 +38,12 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def pull_configured_model_if_missing(config: EngineConfig) -> None:
-    """Run before the engine starts, so that one process downloads, visibly. Raises ModelError."""
+    """Runs before the engine starts, so that one process downloads, visibly. Raises ModelError."""
     if needs_download(config.model, config.revision):
         download_model(config.model, config.revision)
 
 
 def download_model(name: str, revision: str | None) -> Path:
-    """Raises ModelError."""
     if not sys.stderr.isatty():
         from huggingface_hub.utils import disable_progress_bars
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def remove_model(name: str) -> int:
-    """Return the bytes freed. Raises ModelError."""
+    """Returns the bytes freed. Raises ModelError."""
     if Path(name).expanduser().exists():
         raise ModelError(f"model: {name} is a path, not a name: only downloaded models are deleted")
     if name in PACKAGED_MODELS:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
-    """None: no server has the model. Raises if a server named by --url does not answer."""
+    """None: no server has the model. Raises an error if a server named by --url does not answer."""
     try:
         with open_client(args) as http:
             served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]
@@ -83,7 +83,6 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _describe_stored(name: str) -> dict[str, Any]:
-    """Raises ModelError."""
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
@@ -117,7 +116,6 @@ def _describe_stored(name: str) -> dict[str, Any]:
 
 
 def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
-    """Use the catalog if the hub is unreachable."""
     try:
         return read_raw_config(name)
     except ModelError:
@@ -127,7 +125,6 @@ def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tupl
 
 
 def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
-    """Raises ModelError."""
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)

@@ -25,9 +25,8 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Must fit; memory is shown for this context."""
+"""Length of the context that must fit, and for which memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
-"""Context for the speed, as in `quire plan`."""
 _LAPTOP_FLOPS = 1e12
 """16-bit, roughly; memory bounds a single stream."""
 _EMBEDDING_BITS = 6.5625
@@ -41,11 +40,8 @@ class ModelRow:
     model: CatalogEntry
     parameters: int
     memory: int
-    """Bytes for one request of CONTEXT_TOKENS, including Quire."""
     context: int
-    """Tokens that fit; 0: none, or not served."""
     speed: float | None
-    """Maximum tokens per second; None: encoder."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -163,7 +159,6 @@ def read_laptop_machines() -> list[Machine]:
 
 
 def format_laptops_markdown() -> str:
-    """Maximum tokens per second; -: does not fit."""
     machines = read_laptop_machines()
     lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
     lines.append("|---" * (5 + len(machines)) + "|")

@@ -55,7 +55,6 @@ _SHOWN_FLAGS = (
     "max_lora_rank",
     "speculative_config",
 )
-"""Flags in --help; all other settings are accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ class _ModelToPlan:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Return 0 if the model fits, else 1."""
     args, config = parse_settings(_build_plan_parser(), argv, ServerConfig, "name")
     _check_flags(args, config)
     if "max_loras" in vars(args):
@@ -104,7 +102,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
-    """Raises ConfigError."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
@@ -131,7 +128,6 @@ def _print_table(config: ServerConfig, model: _ModelToPlan, request: PlanRequest
 
 
 def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
-    """Raises ConfigError."""
     if estimate.fits and not estimate.block_bytes:
         raise ConfigError("--picture: an encoder keeps no KV cache that could be drawn")
     try:

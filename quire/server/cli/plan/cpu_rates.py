@@ -22,7 +22,6 @@ _CPU = Path("/proc/cpuinfo")
 
 class CpuRates(msgspec.Struct, frozen=True):
     bandwidth: float
-    """Bytes per second."""
     flops: float
     """16-bit operations per second."""
     at: float = 0.0
@@ -30,8 +29,8 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Measure if nothing is cached or it is a day old. Keep the better figures, because other programs only lower a
-    measurement. None: no kernels for this processor.
+    """Measures if the cache is empty or a day old. Keeps the better figures, because other programs only lower them.
+    None: no kernels for this processor.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
@@ -47,7 +46,6 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """Return the machine unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine
@@ -62,7 +60,7 @@ def _rates_file() -> Path:
 
 
 def machine_key() -> str:
-    """Changes with the processor, its usable cores, and the kernels."""
+    """Changes with the processor, its usable cores and the kernels."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"
@@ -86,7 +84,6 @@ def _read_rates_by_machine() -> dict[str, CpuRates]:
 
 
 def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
-    """If the file is not writable, the next plan measures again."""
     try:
         file = _rates_file()
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -31,11 +31,9 @@ class DraftPlan:
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
-        """`width`: bytes per number."""
         return self.stored.num_floats * width + self.stored.packed_bytes
 
     def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:
-        """Per request; see worker/loading/drafts/draft_model_loader.py."""
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
 
 
@@ -45,7 +43,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Count one slot even if none fits, so that the plan reports it."""
+    """Counts at least one slot, so that the plan shows what does not fit."""
     try:
         return count_state_slots(
             slot,
@@ -68,8 +66,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Bytes per request and device outside KV blocks; see worker/device_memory.py. One of `num_devices_per_memory`
-    devices drafts.
+    """Returns bytes per request and device, outside KV blocks; see worker/device_memory.py. One of
+    `num_devices_per_memory` devices drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
     return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
@@ -97,7 +95,6 @@ def plan_draft(
 def _count_draft_parameters(
     speculative_config: SpeculativeConfig, raw: Mapping[str, Any], sizes: ModelSizes, served: Mapping[str, Any]
 ) -> int:
-    """Parameters of a draft model, or of a head without the served model's embedding."""
     if speculative_config.method == "draft_model":
         return sizes.num_parameters
     target_layers = read_model_sizes(served).num_layers

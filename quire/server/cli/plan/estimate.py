@@ -1,7 +1,5 @@
-"""Estimates what fits in memory, and how fast the model can be.
-
-Speed is bounded by the roofline model (Williams et al., 2009): a step takes at least as long as reading its weights and
-keys once, and as its arithmetic.
+"""Estimates what fits in memory, and how fast the model can be. By the roofline model (Williams et al., 2009), a step
+takes at least as long as reading its weights and keys once, and as its arithmetic.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ _NO_STREAMED_LAYERS = StreamedLayersPlan()
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     config: EngineConfig = _DEFAULTS
-    """Without max_model_len the context is as long as fits."""
+    """Without max_model_len, the context is as long as fits."""
     concurrency: int | None = None
-    """None: as many as fit."""
     lora_modules: ModuleShapes = field(default_factory=dict)
     draft: DraftPlan | None = None
 
@@ -43,41 +40,32 @@ class Estimate:
     config: EngineConfig
     dtype: str
     weight_bytes: int
-    """Bytes of the whole model."""
     weight_source: str
     kv_token_bytes: int
     block_size: int
-    """Tokens per block."""
     block_bytes: int
-    """Of all layers, including what their groups leave unused."""
     block_needs: KVBlockNeeds
-    """Blocks per context, by group of layers."""
     layer_block_bytes: int
-    """One layer, not divided among devices."""
+    """Bytes of one layer, undivided."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
-    """As kept in memory."""
     step_bytes: int = 0
-    """The largest step on a GPU, with graphs."""
     num_blocks: int = 0
-    """Allocated by a server started with `flags`."""
+    """What a server started with `flags` allocates."""
     context: int = 0
     concurrency: int = 0
-    """Full contexts at once, at most --max-num-seqs."""
     kv_cache_dtype: str = "auto"
-    """"auto": `dtype`."""
+    """"auto" means `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
     """(context length, how many fit), for powers of two."""
     adapter_bytes: int = 0
     draft_bytes: int = 0
     state_bytes: int = 0
-    """Recurrent states in all slots."""
     state_shares: StateSlotCounts = ONE_STATE_SLOT
     experts_plan: ExpertsPlan = _NO_EXPERTS
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[KVTierSize, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Empty if the model fits."""
     flags: tuple[str, ...] = ()
 
     @property
@@ -86,12 +74,10 @@ class Estimate:
 
     @property
     def extra_weight_names(self) -> list[str]:
-        """What `device_weight_bytes` includes besides the model's own weights."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
     @property
     def num_fitting_blocks(self) -> int:
-        """0 if the model keeps no KV."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -109,7 +95,6 @@ class Estimate:
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """All streams together. None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -120,7 +105,6 @@ class Estimate:
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
-        """None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None

@@ -42,7 +42,6 @@ _DEFAULTS = EngineConfig()
 def estimate_model(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None = None
 ) -> Estimate:
-    """`stored`: size from the checkpoint's headers."""
     return EstimateBuilder(sizes, machine, request, stored).build()
 
 
@@ -60,13 +59,13 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """On all devices together."""
+    """Bytes on all devices."""
     draft: int
-    """On one device."""
+    """Bytes on one device."""
     draft_share: int
-    """Per device, if the devices of a memory share it."""
+    """Bytes per device, if the devices that share a memory share the draft's KV."""
     split: int
-    """Parts of the model's KV among devices."""
+    """Number of parts of the model's KV."""
 
     @property
     def per_device(self) -> int:
@@ -76,9 +75,7 @@ class _KVBytesPerToken:
 @dataclass(frozen=True, slots=True)
 class _BlockPlan:
     size: int
-    """Tokens per block."""
     num_bytes: int
-    """Of all layers, including what their groups leave unused."""
     needs: KVBlockNeeds
 
 
@@ -89,8 +86,6 @@ class _StatePlan:
 
 
 class EstimateBuilder:
-    """Counts memory per device, then fits contexts in the rest."""
-
     def __init__(
         self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
     ) -> None:
@@ -105,7 +100,6 @@ class EstimateBuilder:
         self._expands_weights = machine.expands_weights(request.config.attention_backend)
         self._quantized = None if self._expands_weights else request.config.online_quantization
         self._width = DTYPE_BYTES[self._dtype]
-        """Bytes per activation."""
 
     def build(self) -> Estimate:
         weights = self._plan_weights()
@@ -147,7 +141,6 @@ class EstimateBuilder:
 
     @property
     def _num_devices_sharing_draft(self) -> int:
-        """One rank has a draft model; all ranks have whole heads."""
         return self._machine.devices_per_memory if self._has_separate_draft_model else 1
 
     @property
@@ -176,7 +169,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """At the maximum rank on all linears; on CPUs including cached adapters."""
+        """Counts the maximum rank on all linears; on CPUs also cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:
@@ -225,7 +218,6 @@ class EstimateBuilder:
         return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
-        """Per device."""
         machine = self._machine
         config = self._config
         parts = 1 if machine.gpu else machine.devices_per_memory * machine.replicas
@@ -270,14 +262,13 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """A rough figure, which the engine measures: about 20 hidden states per token of `width` bytes per number, and
-    copies of the logits.
+    """A rough value, which the engine measures: 20 hidden states per token of `width` bytes per number, and copies of
+    the logits.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
 def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:
-    """Without the largest step itself."""
     if not machine.gpu or config.enforce_eager:
         return 0
     backend = config.attention_backend
@@ -289,7 +280,6 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """On a GPU, with the encoder cache. `width`: bytes per number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:

@@ -10,7 +10,6 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """None if the division is possible."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -21,19 +20,16 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """Per device."""
-
     min_experts: int
-    """Per layer of the device with the fewest."""
+    """Experts per layer on the device with the fewest."""
     max_experts: int
-    """Per layer of the device with the most."""
+    """Experts per layer on the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
     """0: all in memory."""
     memory_bytes: int = 0
     """Part of disk_bytes that is also kept in memory."""
     token_read_bytes: int = 0
-    """Without the share kept in memory."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -51,13 +47,12 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Excess of the device with the most experts over an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """The most experts of a device, as a multiple of an even division."""
+    """The most experts of a device, relative to an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

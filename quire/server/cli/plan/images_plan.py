@@ -17,7 +17,6 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
-"""An image's marks, and breaks between its rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
@@ -34,14 +33,10 @@ class ImagesPlan:
 
     images: ImageCountAndSize
     tiles: int
-    """Inputs of the vision tower."""
     tokens: int
-    """Including those around and between features."""
     feature_bytes: int
     pixel_bytes: int
-    """Kept by server and engine while a request is open."""
     tower_bytes: int
-    """0: not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images
@@ -59,7 +54,6 @@ class ImagesPlan:
 
 
 def parse_image_count_and_size(text: str) -> ImageCountAndSize:
-    """COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT."""
     match = _IMAGES_FORMAT.fullmatch(text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"COUNTxWIDTHxHEIGHT, as 1x1024x1024, got {text!r}")
@@ -70,7 +64,7 @@ def parse_image_count_and_size(text: str) -> ImageCountAndSize:
 
 
 def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
-    """May fetch processor files. Raises ModelError, and ConfigError if the model reads no images."""
+    """May fetch processor files. Raises ModelError, or ConfigError if the model reads no images."""
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():

@@ -19,20 +19,19 @@ _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
-"""Tokens per rank if ranks divide tokens on a CPU."""
+"""Tokens per rank if ranks divide tokens."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
-"""Tokens: most attention backends, and most that use flash-attn."""
+"""Tokens per block for most attention backends, and for most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
     "flash3": FLASH_BLOCK_SIZE,
     "flash4": 128,
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
-"""By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
-"""flash-attn's limit. It also needs 16-bit numbers and a GPU with bfloat16."""
+"""flash-attn's limit. It also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Processes without weights and KV cache; measured on Linux."""
+"""Memory besides weights and KV cache, measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +40,21 @@ class Machine:
 
     name: str
     memory: int
-    """Bytes: all of a GPU's, or the free memory of a CPU machine."""
     gpu: bool
     bandwidth: float | None = None
     """Bytes per second; None: unknown."""
     flops: float | None = None
     """16-bit operations per second; None: unknown."""
     measured: bool = False
-    """If False, bandwidth and flops are the maker's figures."""
+    """False: bandwidth and flops are the maker's figures."""
     bf16: bool = True
     compresses_weights: bool = False
-    """CPU kernels compress bfloat16 linear layers to 12 bits."""
+    """CPU kernels compress bfloat16 linears to 12 bits."""
     count: int = 1
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """On one machine, each with `count` devices."""
+    """They are on one machine, each with `count` devices."""
     visible_gpus: VisibleGPUs | None = None
     """None: another machine's, or unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
@@ -64,11 +62,10 @@ class Machine:
 
     @property
     def devices_per_memory(self) -> int:
-        """Parts of a CPU machine share its memory."""
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
-        """True if the backend has no kernels for quantized weights and expands them to the model's dtype."""
+        """True if the backend has no kernels for quantized weights."""
         return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
 
     def kv_block_size(
@@ -81,10 +78,9 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Tokens per KV block, by attention backend.
-
-        "auto": flash-attn if possible, assuming that everything is installed. `is_8_bit`: not held by flash-attn's
-        larger blocks. `block_size`: used if the backend has it.
+        """Returns tokens, by attention backend. "auto" means flash-attn if possible, assuming that everything is
+        installed. `is_8_bit`: flash-attn's larger blocks do not hold 8-bit KV. `block_size`: used if the backend has
+        it.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -96,12 +92,11 @@ class Machine:
         return FLASH_BLOCK_SIZE if backend == "auto" and flash else FLASH_BLOCK_SIZES.get(backend, BLOCK_SIZE)
 
     def max_kv_bytes(self, weight_bytes: int, step_bytes: int) -> int:
-        """Per device, if nothing else needed memory."""
         others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Per device, by the engine's own rule. `step_bytes`: the largest step on a GPU."""
+        """Follows the engine's rule. `step_bytes`: what the largest step takes on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -125,7 +120,7 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """`name`: from the table or the driver, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
+    """`name`: the table's or the driver's, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -143,7 +138,7 @@ def find_gpu(name: str) -> Machine:
 
 
 def detect_machine(*, gpu: bool = True) -> Machine:
-    """The first GPU that is in the table, or this CPU with its free memory."""
+    """Returns the first GPU in the table, or this CPU with its free memory."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
@@ -158,9 +153,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A replica has a GPU per rank or stage. A CPU machine is divided into equal parts, one per process, because
-    processes share its memory and cores. Raises ConfigError for combinations that are unsupported or do not divide, and
-    for more GPUs than this machine has.
+    """A replica has a GPU per rank or stage. Processes share a CPU machine evenly. Raises ConfigError for unsupported
+    combinations, uneven divisions, and more GPUs than there are.
     """
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"
@@ -183,7 +177,6 @@ def divide_machine_by_parallelism(
 
 
 def generic_gpu_with_memory(gib: float) -> Machine:
-    """Its speed is unknown."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 

@@ -7,7 +7,6 @@ from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
 
 
 def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
-    """None if the model fits."""
     return (
         _dtype_or_block_size_reason(estimate)
         or _parallelism_reason(estimate)
@@ -94,7 +93,6 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
 
 
 def _too_many_contexts_message(estimate: Estimate, concurrency: int, context: int, num_contexts: int) -> str:
-    """`num_contexts` of this length fit, fewer than `concurrency`."""
     needs = estimate.block_needs
     needed = concurrency * needs.max_blocks(context) * estimate.block_bytes / len(needs.windows)
     shorter = needs.max_context_tokens(estimate.total_group_blocks // concurrency, context)

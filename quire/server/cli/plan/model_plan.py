@@ -23,13 +23,11 @@ from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism
 def build_plan_request(
     config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
 ) -> PlanRequest:
-    """Raises ModelError for an unreadable draft model."""
     modules = modules_of_config(raw) if config.enable_lora else {}
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 
 
 def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
-    """Raises ModelError, and ConfigError for a useless rope_context."""
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
     uses_transformers = config.model_impl == "transformers" or not has_quire_family(raw)
     resolve_rope_context(config, sizes.max_position, text, by_transformers=uses_transformers)
@@ -37,20 +35,18 @@ def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -
 
 
 def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig) -> Machine:
-    """Raises ConfigError."""
     counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
     return divide_machine_by_parallelism(machine, *counts, config.nnodes)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """None if it cannot be estimated, or num_kv_blocks is given. The model's files must exist."""
+    """None if it cannot be estimated or num_kv_blocks is given. The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """ "" if the model should fit or cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""
@@ -87,7 +83,6 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 def find_smallest_gpu(
     sizes: ModelSizes, request: PlanRequest, stored: CheckpointSize | None, at_least: int = 1
 ) -> Machine | None:
-    """By memory; several GPUs if needed."""
     cards = sorted(read_gpu_table().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
     for count in (each for each in _DEVICE_COUNTS if each >= at_least):
         for card in cards:
@@ -100,7 +95,6 @@ def find_smallest_gpu(
 def find_fitting_quantization(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
 ) -> str | None:
-    """The one that changes the model least."""
     config = request.config
     if config.online_quantization is not None or sizes.quantization or sizes.num_experts:
         return None

@@ -16,7 +16,6 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
-"""Tokens of context for a single stream's speed."""
 
 
 def format_report(
@@ -26,7 +25,6 @@ def format_report(
     fitting_quantization: str | None = None,
     images_plan: ImagesPlan | None = None,
 ) -> str:
-    """`smallest_gpu` and `fitting_quantization`: what would fit."""
     if not estimate.block_bytes:
         return _format_encoder_text(estimate, name, smallest_gpu)
     lines = [
@@ -200,7 +198,6 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
-    """Bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -333,7 +330,6 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
-    """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines only on CPUs so far; --tensor-parallel-size works on GPUs too")
@@ -343,19 +339,18 @@ def unserved_reasons(estimate: Estimate) -> list[str]:
 
 
 def _serve_command(name: str, flags: Sequence[str]) -> str:
-    """`quire serve` takes directories; a plan also takes a config.json."""
+    """`quire serve` takes directories, but a plan also takes a config.json."""
     model = str(Path(name).parent) if name.endswith(".json") else name
     return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
 
 
 _ROUNDING_MIB = 4
-"""Maximum difference of four rounded figures."""
 
 
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # whole MiB that add up: the rounding difference goes to the largest step or to Quire itself
+    # whole MiB that add up: the difference goes to the largest step or to Quire itself
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)

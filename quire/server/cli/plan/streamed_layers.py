@@ -1,4 +1,4 @@
-"""A dense model's layers streamed from a CPU's disk (--weights-on-disk), or a GPU's host memory (--cpu-offload-gb)."""
+"""A dense model's layers streamed from a CPU's disk (--weights-on-disk) or a GPU's host memory (--cpu-offload-gb)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,22 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
-"""16 lanes of PCIe 4.0; speed is reported per GB/s of a disk."""
+"""PCIe 4.0 with 16 lanes, and a disk that reads 1 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayersPlan:
-    """Per device."""
-
     num_layers: int = 0
     num_streamed: int = 0
     from_disk: bool = False
     offloaded_bytes: int = 0
-    """On disk or in host memory."""
     read_bytes: int = 0
-    """Per step."""
     saved_bytes: int = 0
-    """Device memory that is not needed."""
     problem: str | None = None
-    """Why layers cannot be streamed as requested."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """Limit set by reading; for a disk, per GB/s."""
+        """Reading limits the speed. For a disk, the result is per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

@@ -35,7 +35,6 @@ def draw_estimate_svg(estimate: Estimate, name: str) -> str:
 
 
 def memory_bytes_by_use(estimate: Estimate) -> dict[str, int]:
-    """Per device."""
     machine = estimate.machine
     weights = estimate.weight_bytes // machine.count
     overhead = CUDA_CONTEXT_BYTES if machine.gpu else ENGINE_HOST_BYTES
@@ -67,7 +66,6 @@ def _draw_memory_bar(estimate: Estimate) -> list[str]:
 
 
 def _draw_fit_curve(estimate: Estimate) -> list[str]:
-    """Both axes are logarithmic."""
     contexts = [math.log2(context) for context, _ in estimate.fitting]
     counts = [math.log2(count) for _, count in estimate.fitting]
     low = contexts[0]

@@ -11,16 +11,13 @@ class KVTierSize:
     name: str
     num_bytes: int
     num_tokens: int
-    """In whole blocks."""
 
 
 def host_tier_bytes(config: EngineConfig) -> int:
-    """Of all replicas."""
     return int((config.kv_offload_memory or 0.0) * GIB)
 
 
 def plan_tiers(config: EngineConfig, replicas: int, page_bytes: int, page_tokens: int) -> tuple[KVTierSize, ...]:
-    """Per replica."""
     memory, disk = config.kv_offload_memory or 0.0, config.kv_disk_gib if config.kv_offload_dir is not None else 0.0
     bounds = {"host": int(memory / replicas * GIB), "disk": int(disk / replicas * GIB)}
     return tuple(

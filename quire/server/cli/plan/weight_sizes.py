@@ -12,9 +12,7 @@ from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVING = 0.24
-"""By 12-bit compression of linear layers: a quarter, less the few weights stored uncompressed
-(kernels/cpu/compress12.h).
-"""
+"""12-bit compression of linears saves a quarter, except few uncompressed weights (kernels/cpu/compress12.h)."""
 
 
 def total_and_device_weight_bytes(
@@ -27,8 +25,8 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """(all weights as read, one device's as stored). `in_8_bits`: the embedding too. `expanded`: see
-    Machine.expands_weights; `quantized` must then be None.
+    """Returns all weights as read, and one device's as stored. `in_8_bits`: the embedding too. `expanded`: see
+    Machine.expands_weights; requires `quantized` None.
     """
     width = DTYPE_BYTES[dtype]
     weights = (
@@ -58,20 +56,18 @@ def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype
 
 
 def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
-    """Quantized linear layers have their own number of bits."""
     return round(sizes.num_parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
-    """None: the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """Extra bytes per device for a tied head: both ends of a pipeline hold it, and CPU kernels pack a copy of an
-    unquantized one. `bits`: of a quantized embedding.
+    """Returns bytes per device: both ends of a pipeline hold a tied head, and CPU kernels pack a copy of an unquantized
+    one. `bits`: of a quantized embedding.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
@@ -80,7 +76,6 @@ def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits:
 
 
 def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """One token in the KV blocks of all layers."""
     width = DTYPE_BYTES[dtype]
     kv_width = width if kv_cache_dtype == "auto" else DTYPE_BYTES.get(kv_cache_dtype, 1)
     scale_bytes = KV_CODE_SCALE_BYTES.get(kv_cache_dtype, 0)
@@ -88,7 +83,7 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """(model, KV) dtypes that worker/device_plan.py chooses here; KV stays "auto" if it is the model's."""
+    """(model, KV), as worker/device_plan.py would choose; KV "auto" is the model's."""
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

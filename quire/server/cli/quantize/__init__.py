@@ -71,13 +71,12 @@ def main(argv: Sequence[str], started: float) -> int:
         samples = _tokenized_samples_json(args.smooth, args.smooth_strength, name, path)
         program.append(str(args.smooth_strength))
     status = subprocess.run(program, input=samples, text=True).returncode
-    if status < 0:  # for example killed for lack of memory
+    if status < 0:  # for example, killed for lack of memory
         print(f"quire quantize: it was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return 1 if status < 0 else status
 
 
 def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
-    """Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
     if not 0 <= strength <= 1:
@@ -88,7 +87,6 @@ def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) 
 
 
 def _check_output_folder(out: Path) -> None:
-    """Raises ConfigError."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
             raise ConfigError(f"OUT: {out} exists and is not empty")
@@ -99,7 +97,6 @@ def _check_output_folder(out: Path) -> None:
 
 
 def _check_quantizable(path: Path) -> None:
-    """Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is already quantized; give the checkpoint from which it was made")
     config = read_model_config(path)

@@ -15,25 +15,19 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.parse import validate_body
 
 MAX_SAMPLE_TOKENS = 512
-"""Per piece of text."""
 MAX_TOTAL_TOKENS = 16_384
-"""More tokens change little: only each input's maximum counts, and large inputs are large everywhere."""
+"""More change little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
-"""Longest text; enough for MAX_TOTAL_TOKENS."""
 
 
 class _SampleLine(msgspec.Struct):
-    """A line of a JSONL file, with one field set."""
-
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """The beginning of each line of a .jsonl file, or all of another text. Raises ConfigError for an unreadable or
-    empty file.
-    """
+    """Takes each line's beginning in a .jsonl file, or all of another text. Raises ConfigError."""
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:

@@ -43,25 +43,19 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Of a failure's message in the final report."""
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
-"""After 429 or 503."""
 
 
 @dataclass(slots=True)
 class RequestTally:
     num_done: int = 0
-    """Status 200."""
     num_failed: int = 0
     num_tokens: int = 0
     failures_by_kind: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    """One per kind, with custom_id."""
     num_refused: int = 0
-    """Failures that a retry would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
-    """Number of requests with each parameter that has no effect."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
@@ -69,7 +63,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """Refused, but not for lack of capacity or time."""
+    """True if refused, but not for lack of capacity or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -90,10 +84,9 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
 def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Return answered and permanently refused custom_ids.
-
-    Removes an incomplete last line, and failures of `requested` ids (permanent ones only with `retry_refused`). Raises
-    ConfigError, and leaves the file unchanged, if it is not an output of this command.
+    """Returns answered and permanently refused custom_ids. Removes an incomplete last line and failures of `requested`
+    ids, permanent ones only with `retry_refused`. Raises ConfigError, and changes nothing, if the file is not an output
+    of this command.
     """
     done: set[str] = set()
     refused: set[str] = set()
@@ -118,14 +111,14 @@ def trim_output_and_read_finished_ids(
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in retried or not is_failure(it))
             new.flush()
-            os.fsync(new.fileno())  # sync before replacing the old file
+            os.fsync(new.fileno())  # before replacing the old file
         shutil.copymode(path, part)
         part.replace(path)
     return done, refused
 
 
 class ResultFile:
-    """Unbuffered, so that written data persists and closing cannot fail. `-` is stdout."""
+    """Unbuffered, so that closing cannot fail. `-` is stdout."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -142,8 +135,6 @@ class ResultFile:
 
 
 class RequestFileRunner:
-    """Answers several requests at a time, and writes each result when it is ready."""
-
     def __init__(
         self,
         http: httpx.AsyncClient,
@@ -163,7 +154,6 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
-        """Raises EngineError if the engine has ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -308,7 +298,6 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Raises ConfigError at the start if the output is not writable, or has results without --resume."""
     output: Path = args.output
     if str(output) == "-":
         return set(), set()
@@ -334,7 +323,6 @@ async def start_engine_and_answer_requests(
     tally: RequestTally,
     duplicates: Collection[int],
 ) -> None:
-    """Call the application without a socket."""
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with closing(ResultFile(output)) as out:

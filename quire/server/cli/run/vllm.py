@@ -15,7 +15,7 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""Each flag's number of values. The flags have no effect; results are always appended as they finish."""
+"""These have no effect; results are appended as they finish. Values: number of a flag's arguments."""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 

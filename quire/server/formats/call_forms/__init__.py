@@ -1,1 +1,1 @@
-"""Tool formats defined by data: the texts around calls, names, arguments, keys and values."""
+"""Tool formats defined by the texts around calls, names, arguments, keys and values."""

@@ -20,7 +20,6 @@ from quire.server.formats.tools.tool_parser import Schema, Tool
 
 class ArgumentsForm(ABC):
     sort: bool
-    """The template sorts keys alphabetically."""
     before_key: str
 
     @property
@@ -32,7 +31,6 @@ class ArgumentsForm(ABC):
         return ()
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
-        """Return True if arguments may begin here; skip whitespace before them."""
         return True
         yield
 
@@ -41,7 +39,7 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        """Pass on arguments as JSON, up to `tail`. False: they are broken or incomplete."""
+        """Passes on arguments as JSON, up to `tail`. False: broken or incomplete."""
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
@@ -54,7 +52,6 @@ class JsonArguments(ArgumentsForm):
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
-    """The object is encoded in a JSON string."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):
@@ -90,7 +87,7 @@ class JsonArguments(ArgumentsForm):
 
 @dataclass(frozen=True, slots=True)
 class LiteralArguments(ArgumentsForm):
-    """Keys and values as literals, without the brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
+    """Literals without the brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
 
     before_key: str
     colon: str
@@ -161,7 +158,6 @@ class LiteralArguments(ArgumentsForm):
 
 
 def schema_with_sorted_properties(schema: Any) -> Any:
-    """Nested schemas too."""
     if isinstance(schema, Mapping):
         ordered = {name: schema_with_sorted_properties(value) for name, value in schema.items()}
         if isinstance(ordered.get("properties"), dict):
@@ -186,7 +182,7 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
-    """Stream the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
+    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

@@ -50,7 +50,6 @@ class CallFormGrammarWriter:
         return "\n".join(lines) + "\n" + rules.render_rules()
 
     def _required_start_rule(self, space: str) -> str:
-        """The start rule if calls are required: optional empty content, then optional whitespace."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
         return " ".join(
@@ -58,7 +57,7 @@ class CallFormGrammarWriter:
         )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
-        """The start rule, with rules that it needs, if the answer may be text, and calls follow `opening`."""
+        """Matches text, or calls after `opening`. Also adds the rules that it needs."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt
@@ -111,6 +110,8 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """Matches the start of an answer that is calls, not text: the first three atoms, with any whitespace."""
+        """Matches the start of calls: an answer that begins with the first three atoms, whatever the whitespace, is no
+        text.
+        """
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

@@ -11,7 +11,6 @@ from quire.server.formats.tools.tool_parser import ToolsByName
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
 EXTRA_CALL_SEPARATORS = (";", ",")
-"""Models write these even if the template shows only one call."""
 VALID_CALL_ID = re.compile(r"[\w.:-]{1,64}")
 
 
@@ -80,7 +79,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Text may merely mention an `unwrapped` head, so a tool's name and arguments must follow it."""
+        """Text may only mention an `unwrapped` head, so a tool's name and arguments must follow it."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source
@@ -114,7 +113,6 @@ class CallFormReader:
         return True
 
     def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
-        """Return None if something else comes."""
         source = self._source
         slot_values: dict[str, str] = {}
         pieces = SLOT_PATTERN.split(head)
@@ -131,7 +129,6 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """Return None if the literal after the slot is missing."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:
@@ -146,7 +143,6 @@ class CallFormReader:
         return read[0].strip()
 
     def _skip_literal(self, literal: str) -> ParserSteps[None]:
-        """Skip as much of the literal as is there."""
         source = self._source
         for piece in SLOT_PATTERN.split(literal):
             if piece in (ID_SLOT, INDEX_SLOT):

@@ -9,34 +9,29 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""Matches markers that are hardly ordinary text: a tag, the start of one, or capitals and a bracket."""
+"""What hardly occurs in ordinary text: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
-"""Such as `<function=` or `<invoke name="`."""
 
 
 @dataclass(frozen=True)
 class CallFormTexts:
-    """Texts may contain the NAME, ID and INDEX slot characters."""
+    """Texts may contain the NAME, ID and INDEX slots."""
 
     begin: str
-    """Before the first call."""
     head: str
-    """From the start of each call to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """From the arguments to the end of each call."""
     between: str
     end: str
-    """After the last call."""
     allows_many: bool = True
     """False: the template shows one call per turn."""
     prompt_head: str = ""
-    """Part of the first head, with which the prompt ends."""
+    """The part of the first head with which the prompt ends."""
     turn_end: str = ""
     """The model may write it or stop before it."""
     json_keys: JsonCallKeys | None = None
-    """Set if a call is a JSON object that holds its name and arguments."""
+    """Set if a call is one JSON object with name and arguments."""
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
@@ -47,7 +42,7 @@ class CallFormTexts:
     unwrapped_heads: tuple[str, ...] = ()
     """Heads without the surrounding tag, which models forget. Read only before a tool's name."""
     other_heads: tuple[str, ...] = ()
-    """Read, but not allowed by grammars."""
+    """Parsers read these heads; grammars do not allow them."""
 
     @cached_property
     def opening(self) -> str:
@@ -76,7 +71,7 @@ class CallFormTexts:
 
 
 def marker_prefix(literal: str) -> str:
-    """The leading tag with the word after it, or the text up to the first whitespace or slot."""
+    """Returns the leading tag with the word after it, or the text up to the first whitespace or slot."""
     joined = SLOT_PATTERN.split(literal)[0].strip()
     if (group := re.match(TAG_START, joined)) is not None:
         return group[0]

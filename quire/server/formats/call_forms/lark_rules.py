@@ -15,7 +15,6 @@ from quire.server.formats.tools.lark_calls import ordered_optional_items_express
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
 JSON_STRING_QUOTE = '\\"'
-"""Quote of JSON inside a JSON string."""
 MAX_DEPTH = 12
 NUMBER_REGEX = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
@@ -27,18 +26,16 @@ class LiteralSpelling:
     null: str = "null"
     json_lists: bool = True
     json_objects: bool = True
-    """Objects, and all values in them, are written as JSON."""
 
 
 @dataclass(slots=True)
 class LarkRules:
     encode_literal: LiteralEncoder
     names_by_body: dict[str, str] = field(default_factory=dict)
-    """Keys are `head: body`."""
 
     def split_literal(self, literal: str) -> list[str]:
-        """Split a literal into special tokens, texts, and each text's leading whitespace. llguidance takes the longest
-        matching word and does not backtrack, so at any one place no word may be a prefix of another.
+        """Splits at special tokens, and splits off each text's leading whitespace. llguidance takes the longest
+        matching word and does not backtrack, so no word may be another's prefix at the same place.
         """
         expressions = []
         for piece in self.literal_parts(literal):
@@ -51,14 +48,14 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """Return the rule's name; equal rules share one. `head`: the rule's options, such as `[suffix="…"]`."""
+        """Returns the rule's name; equal rules share one. `head`: options such as `[suffix="…"]`."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Match any text, or a match of `pattern`, up to `end`. As in the parsers, the first tag of `end` ends the
+        """Matches any text, or a match of `pattern`, up to `end`. As in the parsers, the first tag of `end` ends the
         text, whatever the whitespace.
         """
         if pattern is not None:
@@ -78,7 +75,7 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Require the whitespace before the first tag of `end`: parsers remove no more than that."""
+        """Requires the whitespace before the first tag of `end`, because parsers remove no more."""
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
         first, *more = self.literal_parts(core)
@@ -98,7 +95,7 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
-    """Writes rules for values that fit a JSON schema. Constraints that Lark cannot express are dropped."""
+    """Writes rules for values that fit a JSON schema, without constraints that Lark cannot express."""
 
     rules: LarkRules
     spelling: LiteralSpelling
@@ -172,7 +169,7 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """Refer to a recursive rule, or to JSON's rule if the template writes lists and objects as JSON."""
+        """Uses a recursive rule, or JSON's if the template writes lists and objects as JSON."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
@@ -188,7 +185,7 @@ class LiteralRuleWriter:
         )
 
     def string_expression(self, schema: Any = None) -> str:
-        """Ignore patterns in nested strings, and in JSON quotes without escapes."""
+        """Ignores patterns in nested strings, and in JSON quotes without escapes."""
         if self.quote == JSON_STRING_QUOTE:
             return r"""/\\"([^"\\\x00-\x1f]|\\\\(\\"|\\\\|[bfnrt\/]))*\\"/"""
         pattern = schema_pattern(schema)

@@ -23,14 +23,12 @@ class UnreadableLiteral(Exception):
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
     quote: str = '"'
-    """Strings in " or ' are also read."""
     raw: bool = False
     """Quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
     """Must follow a raw string, which may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
-        """Raises UnreadableLiteral."""
         first = yield from source.peek_non_space_character()
         if depth > MAX_DEPTH or not first:
             raise UnreadableLiteral
@@ -71,7 +69,7 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Decide by the text after a raw string's quote; wait for up to 80 characters."""
+        """Decides by the text after a raw string's quote, at most 80 characters."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None
@@ -117,7 +115,6 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
-    """Read a number, a constant, or a bare word, which becomes a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)
@@ -143,7 +140,6 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 
 def unescape_literal(text: str) -> str:
-    """Replace the escapes of Python and JSON."""
     text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 

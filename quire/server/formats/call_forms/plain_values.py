@@ -15,12 +15,10 @@ JSON_BY_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 
 
 def is_string_only(variants: list[TypeVariant]) -> bool:
-    """If True, the text of values need not be examined."""
     return all(variant.type == "string" for variant in variants)
 
 
 def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> bool:
-    """True if the complete value may not be a string."""
     kinds = {variant.numeric_merged_type for variant in variants}
     if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True
@@ -33,8 +31,8 @@ def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpe
 
 
 def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> str:
-    """If the schema allows strings, a text is another value only if the template would write an allowed value exactly
-    like that. Otherwise it is a string only if it is not a literal of JSON or Python.
+    """If the schema allows strings, the text is another value only if the template would write an allowed value exactly
+    like that. Otherwise it is a string only if it is no literal of JSON or Python.
     """
     kinds = {variant.numeric_merged_type for variant in variants}
     if "string" in kinds and ANY_TYPE not in kinds:
@@ -87,7 +85,7 @@ def _literal_to_json_or_none(
 
 
 def _matches_any_nonstring_variant(value: Any, variants: list[TypeVariant]) -> bool:
-    """Strings never match: they are written unquoted."""
+    """Strings never match, because they are written unquoted."""
     type = json_type_of_value(value)
     for variant in variants:
         same = type == variant.type or (type == "integer" and variant.type == "number")

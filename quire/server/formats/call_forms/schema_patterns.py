@@ -7,19 +7,17 @@ from typing import Any
 from quire.server.formats.lark_to_regex import escape_regex
 
 REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+|.", re.DOTALL)
-"""An escape, class, bracket or bar of a regular expression, or the text between them."""
 LARK_SPECIAL = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def schema_pattern(schema: Any) -> str | None:
-    """Anchored to the whole string."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return full_match_pattern(pattern) if isinstance(pattern, str) else None
 
 
 def full_match_pattern(pattern: str) -> str:
-    """Convert JSON schema's search semantics to a full match. Anchors inside an alternative stay; the grammar compiler
-    refuses them.
+    """JSON schema searches; this matches fully. Anchors inside an alternative stay, and the grammar compiler refuses
+    them.
     """
     alternatives, depth = [""], 0
     for part in REGEX_PART.findall(pattern):
@@ -32,7 +30,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Match a text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
+    """Matches a text, then `end`. The text may not contain `stop`, because parsers end it there."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body
@@ -49,5 +47,4 @@ def _anchor_alternative(alternative: str) -> str:
 
 
 def _escape_for_lark(expression: str) -> str:
-    """For an expression between slashes."""
     return LARK_SPECIAL.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), expression)

@@ -18,7 +18,7 @@ ATOM = re.compile(
 TAG = re.compile(r"<[^<>\s\ue000-\ue004]+>|\[/?[A-Z_]+\]")
 
 TAG_GROUP = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern}))?"
-"""A tag, or two tags with a word between them: </think>, <|close|>think<|sep|>."""
+"""Tags such as </think> or <|close|>think<|sep|>."""
 
 
 TAG_START = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern})?)?"
@@ -42,6 +42,5 @@ def _common_leading_atoms(one: list[str], other: list[str]) -> list[str]:
 
 
 def last_tag(text: str) -> str:
-    """Empty if there is none."""
     tags = TAG.findall(text)
     return tags[-1] if tags else ""

@@ -29,22 +29,20 @@ VALID_KEY = re.compile(r"[^\s<>\"'=/][^<>\"'\n]*")
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments(ArgumentsForm):
-    """Keys and values between tags: strings are plain, other values are JSON or Python literals."""
-
     before_key: str
     infixes: Mapping[str, str]
-    """Text between key and value, by the value's JSON type."""
     end: str
-    """May contain KEY_SLOT."""
     separator: str
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
-    """Strings with markup are in a CDATA section."""
+    """Strings with markup are CDATA sections."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Name of list elements, if lists and objects are written as elements; element names follow `element_prefix`."""
+    """Name of list elements if lists and objects are written as elements. The elements' names follow
+    `element_prefix`.
+    """
 
     @property
     def example(self) -> str:
@@ -126,7 +124,7 @@ def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> Parse
 def _stream_value(
     form: TaggedArguments, source: TextSource, sink: ToolCallSink, key: str, node: SchemaNode, kind: str
 ) -> ParserSteps[bool]:
-    """`kind` is "string" or "other" if the text determines it. False: the value does not end."""
+    """`kind`: "string" or "other" if the text determines it. False: the value does not end."""
     end = form.end.replace(KEY_SLOT, key)
     core = end.strip()
     space = end[: len(end) - len(end.lstrip())]
@@ -162,7 +160,7 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
-    """Stop at the first of `ends`, and consume it. False: the text closes without one."""
+    """Consumes the first of `ends`. False: the text closes before."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -189,7 +187,7 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """Consume `end`. Each `begin` on the way skips one more end."""
+    """Consumes `end`. Each `begin` on the way skips one more end."""
     start = 0
     while True:
         place = source.text.find(end, start)

@@ -1,4 +1,4 @@
-"""`python -m quire.server.formats.template_inference FILE.jinja ...` prints a table of what chat templates reveal."""
+"""`python -m quire.server.formats.template_inference FILE.jinja ...` prints what chat templates reveal."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class ArgumentsRegion:
     after: str
 
     def extract_arguments_text(self, turn: str) -> str:
-        """The turn must have one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
         return turn[len(self.before) : len(turn) - len(self.after)]
@@ -51,16 +50,14 @@ class ArgumentsRegion:
 class EntryLayout:
     before_key: str
     infixes: dict[str, str]
-    """Text between key and value, by the value's type."""
     ends: dict[str, str]
-    """Text after a value, by its type."""
     separator: str
     spelling: LiteralSpelling
     sort: bool
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
-    """Compare a call without arguments to one with two. Raises TemplateInferenceError if arguments are missing."""
+    """Compares calls with and without arguments. Raises TemplateInferenceError if arguments are missing."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix_by_atoms(empty, full)
@@ -71,7 +68,6 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
 
 
 def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> ArgumentsForm:
-    """Raises TemplateInferenceError."""
     full = region.extract_arguments_text(
         prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     )
@@ -107,7 +103,7 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
 
 
 def _texts_around_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
-    """Texts before the first key, between key and value, after the first value, and after the second."""
+    """Returns the texts before the first key, between key and value, after the first value, and after the second."""
     places = [full.index(one) for one in (key, value, key2, value2)]
     if places != sorted(places):
         raise TemplateInferenceError("its arguments are in no order that is known here")
@@ -145,7 +141,6 @@ def _find_occurrences(text: str, part: str) -> list[int]:
 
 
 def candidate_value_texts(value: Any) -> Iterator[str]:
-    """Spellings of a value that is not a string."""
     yield json.dumps(value)
     yield json.dumps(value, separators=(",", ":"))
     yield repr(value)
@@ -165,7 +160,6 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
-    """None if values do not end by themselves."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None

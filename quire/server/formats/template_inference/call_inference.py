@@ -50,7 +50,6 @@ VERIFICATION_PROPERTIES = {
 
 
 def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = None) -> CallForm:
-    """Raises TemplateInferenceError."""
     prober = TemplateProber(renderer)
     prober.learn_generation_prompt()
     turn = turn or infer_turn_form(prober)
@@ -106,7 +105,7 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """The head without the tag around one call or all calls. Empty if no tag with a name remains."""
+    """Returns the head without the tag around one or all calls, or nothing if no tag with a name remains."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
@@ -150,7 +149,6 @@ def _find_json_arguments_and_form(turn: str) -> tuple[str, ArgumentsForm] | None
 
 
 def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
-    """(start, value, end) of JSON objects and strings."""
     decoder, values = json.JSONDecoder(), []
     for place, character in enumerate(text):
         if character in '{"':
@@ -163,7 +161,6 @@ def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
 
 
 def _infer_json_keys(answer: str) -> JsonCallKeys | None:
-    """None if the call is not a JSON object with a name."""
 
     def is_arguments(value: Any) -> bool:
         return value == FULL_ARGUMENTS or (isinstance(value, str) and parse_json_or_none(value) == FULL_ARGUMENTS)
@@ -188,7 +185,7 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
-    """Test single calls only."""
+    """Tests single calls only."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()
@@ -198,7 +195,7 @@ def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTur
 
 
 def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm) -> None:
-    """Read other calls back, whole and by characters. Raises TemplateInferenceError."""
+    """Reads other calls back, whole and by characters. Raises TemplateInferenceError."""
     for calls in VERIFICATION_CALLS:
         mismatch = _find_mismatch(form, prober, turn, calls if form.allows_many else calls[:1])
         if mismatch is not None:

@@ -15,7 +15,7 @@ USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
 PROBE_NAMES = ("qfirstq", "qsecondq")
 PROBE_KEYS = ("qkeyoneq", "qkeyaq")
-"""Not alphabetical, to detect sorting."""
+"""Not in alphabetical order, so that sorting shows."""
 PROBE_VALUES = ("qvaloneq", "qvaltwoq")
 SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
 """Mistral's templates refuse ids other than nine letters and digits."""
@@ -53,13 +53,10 @@ class TemplateProber:
     tools: Sequence[dict[str, Any]] | None = field(default_factory=lambda: PROBE_TOOLS)
     ids: tuple[str, ...] = SHORT_IDS
     named_ids: bool = False
-    """Ids like functions.name:0."""
     prompt_before: str = ""
-    """The prompt without the generation prompt."""
     generation_prompt: str = ""
 
     def learn_generation_prompt(self) -> None:
-        """Raises TemplateInferenceError."""
         user = {"role": "user", "content": USER_TEXT}
         self.prompt_before = self._render_probe([user], False)
         prompt = self._render_probe([user], True)

@@ -24,11 +24,9 @@ class AssistantTurnForm:
     reasoning_end: str = ""
     reasoning_space: str = ""
     repeats_generation_prompt: bool = False
-    """It reappears between reasoning and content."""
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:
-        """Drop the generation prompt and empty reasoning."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:
@@ -85,7 +83,7 @@ def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
 
 
 def infer_reasoning_markers(prober: TemplateProber, content_only_turn: str) -> tuple[str, str, bool]:
-    """Also return whether the generation prompt is repeated. Markers are empty if reasoning is not shown."""
+    """Also returns whether the generation prompt is repeated. Markers are empty if reasoning is not shown."""
     for calls, content in (((), CONTENT_TEXT), ((ProbeCall(PROBE_NAMES[0], {}),), "")):
         try:
             turn = prober.render_assistant_turn(calls, content=content, reasoning=REASONING_TEXT)

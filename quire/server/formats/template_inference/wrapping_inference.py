@@ -29,7 +29,7 @@ class CallWrapping:
 
 
 def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str) -> CallWrapping:
-    """`one` and `two`: answers with one and two calls, without `lead`, with arguments as slots. Raises
+    """`one` and `two` are answers with one and two calls, without `lead`, with slots for arguments. Raises
     TemplateInferenceError.
     """
     before, _, after = one.partition(ARGUMENTS_SLOT)
@@ -59,7 +59,6 @@ def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str)
 
 
 def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
-    """Also return the first call's number."""
     left, right = split_into_atoms(start), split_into_atoms(middle)
     first = 0
     for place in range(1, min(len(left), len(right)) + 1):
@@ -74,7 +73,6 @@ def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
 
 
 def _insert_tail_index(last: str, middle: str) -> str:
-    """Return the end of the last call; INDEX_SLOT replaces a number that differs in `middle`."""
     left, right = split_into_atoms(middle), split_into_atoms(last)
     for place, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other and one.isdigit() and other.isdigit():
@@ -83,7 +81,7 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
-    """Return the end of calls and the end of the turn. The latter usually also ends turns without calls."""
+    """Returns the calls' end and the turn's end, which usually also ends turns without calls."""
     shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)

@@ -5,7 +5,7 @@ import re
 from quire.server.formats.tools.tool_parser import ToolFormat, ToolParser, ToolsByName
 
 PIECE = re.compile(r"[^>\n}]{0,255}[>\n}]|[^>\n}]{256}")
-"""Fixed pieces make the position of a failure independent of how text arrives."""
+"""With fixed pieces, a failure's position does not depend on how text arrives."""
 
 
 class CallTrial:
@@ -13,19 +13,16 @@ class CallTrial:
         self._parser = ToolParser(format, tools)
         self._tools = tools
         self.has_failed = False
-        """The text is not calls of these tools."""
         self.num_read = 0
-        """Characters before the failed or next piece."""
 
     def parse_calls_up_to(self, text: str, count: int) -> int:
-        """Read at most `count` characters of the unread `text`; return how many."""
+        """Reads at most `count` characters of the unread `text`, and returns how many."""
         begin = self.num_read
         while not self.has_failed and (piece := PIECE.match(text, self.num_read - begin, count)) is not None:
             self._try_piece(piece[0])
         return self.num_read - begin
 
     def finish_trial(self, text: str) -> bool:
-        """`text`: the unread end. True if the whole text is complete calls."""
         self._try_piece(text, final=True)
         return not self.has_failed and self._parser.all_complete
 

@@ -1,6 +1,5 @@
-"""Calls in code blocks, which small models write although the template tells them otherwise.
-
-Example: Qwen2.5-Coder 1.5B's template shows <tool_call>, but it writes ```json {"name": ..., "arguments": {...}} ```.
+"""Calls in code blocks, which small models write although the template tells them otherwise: Qwen2.5-Coder 1.5B's shows
+<tool_call>, but it writes ```json {"name": ..., "arguments": {...}} ```.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class CodeBlockReader:
     def read_fenced_calls(
         self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
     ) -> ParserSteps[bool]:
-        """`before`: text before the fence. False: it is not a call."""
+        """`before`: text before the fence. Returns False if it is not a call."""
         if before.rpartition("\n")[2].strip():
             return False  # within a line
         if self._is_inside:
@@ -61,7 +60,6 @@ class CodeBlockReader:
 
 
 def _skip_to_another_call(source: TextSource) -> ParserSteps[bool]:
-    """Skip a comma or semicolon. True if another object follows in the block."""
     for between in (",", ";"):
         yield from source.take_after_space(between)
     return (yield from source.peek_non_space_character()) == "{"

@@ -13,7 +13,6 @@ from quire.server.formats.tools.tool_call_sink import ToolCallSink
 
 FIRST_KEY = re.compile(r"""\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|'([^'\\]*)')""")
 PLAIN_CHARACTERS = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
-"""All characters that JSON allows outside strings."""
 CLOSING_BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -23,7 +22,6 @@ class JsonCallKeys:
     arguments: str = "arguments"
     other_keys: tuple[str, ...] = ("type", "id")
     inner_key: str = ""
-    """Key of a nested object that holds name and arguments."""
 
     @property
     def possible_first_keys(self) -> frozenset[str]:
@@ -34,7 +32,7 @@ class JsonCallKeys:
 
     @cached_property
     def head_pattern(self) -> re.Pattern[str]:
-        """A call up to its arguments in the usual key order. Only then can arguments be streamed."""
+        """Matches a call up to its arguments, in the usual key order: only then can arguments be streamed."""
         more = "|".join(map(re.escape, self.other_keys)) or "type"
         skipped = rf'(?:"(?:{more})"\s*:\s*(?:"(?:[^"\\]|\\.)*"|\d+)\s*,\s*)*'
         inner = rf'"{re.escape(self.inner_key)}"\s*:\s*\{{\s*' if self.inner_key else ""
@@ -46,7 +44,6 @@ class JsonCallKeys:
 
     @property
     def arguments_depth(self) -> int:
-        """Objects that are open where arguments begin."""
         return 3 if self.inner_key else 2
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
@@ -66,7 +63,7 @@ class BracketScanner:
     def __init__(
         self, open_brackets: str = "", *, quotes: str = '"', outside: frozenset[str] | None = PLAIN_CHARACTERS
     ) -> None:
-        """`outside`: characters allowed outside strings; None allows all."""
+        """`outside`: characters allowed outside strings; None: all."""
         self._open_closers = [CLOSING_BRACKETS[bracket] for bracket in open_brackets]
         self._has_begun = bool(open_brackets)
         self._quote_characters, self._plain_characters = quotes, outside
@@ -80,7 +77,6 @@ class BracketScanner:
         return len(self._open_closers)
 
     def scan(self, text: str, start: int = 0, stop_depth: int | None = None) -> int:
-        """Return the index of the first unread character."""
         for position in range(start, len(text)):
             depth = self.depth
             if self._quote:
@@ -137,7 +133,7 @@ def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[b
 def read_json_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None = None, keys: JsonCallKeys = DEFAULT_KEYS
 ) -> ParserSteps[bool]:
-    """Read {"name": …, "arguments": {…}}, or "parameters", or with `keys`. False consumes nothing."""
+    """Reads {"name": …, "arguments": {…}}, "parameters", or `keys`. False consumes nothing."""
     scanner = BracketScanner()
     position = 0
     depth = keys.arguments_depth
@@ -164,7 +160,6 @@ def read_json_call(
 
 
 def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
-    """Consume the text from the arguments to the end of the call. `depth`: number of open objects."""
     scanner = BracketScanner("{" * depth)
     while True:
         source.take_text(scanner.scan(source.text))
@@ -176,7 +171,7 @@ def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
 def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
-    """Handle other key orders, and arguments in a string. Waits for the whole call."""
+    """Reads other key orders, and arguments in a string. Waits for the whole call."""
     reader = JsonRepairer()
     position = 0
     written = ""

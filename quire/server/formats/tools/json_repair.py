@@ -1,5 +1,5 @@
 """Repairs a model's JSON object as it arrives, if its meaning is clear: control characters, invalid escapes, Python's
-quotes and constants, bare words, wrong commas and colons, unclosed brackets. Valid JSON passes unchanged.
+quotes and constants, bare words, wrong commas and colons, unclosed brackets.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Literal
 
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
-"""String text that needs no change, by closing quote."""
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
@@ -28,28 +27,24 @@ JSON_BY_CONSTANT = {
     "Infinity": "null",
     "-Infinity": "null",
 }
-"""null for constants that JSON lacks."""
+"""Constants that JSON lacks become null."""
 
 
 class JsonRepairer:
-    """Incomplete tokens wait for more text."""
-
     def __init__(self) -> None:
         self._open_closers: list[str] = []
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
-        """How often each bracket is in `_open_closers`. Counted because there may be many stray brackets."""
+        """Counts each bracket in `_open_closers`, because there may be many stray ones."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
-        """"end": a comma or a closing bracket."""
         self._is_first = True
-        """The open object or list is empty, or a comma waits for what follows it."""
+        """The open object or list is empty, or a comma waits for what follows."""
         self._pending_comma = ""
-        """Includes the whitespace after it. Written only if something follows."""
+        """The comma and the whitespace after it, which are written only if something follows."""
         self._quote = ""
         self.is_done = False
         self.is_broken = False
 
     def repair_piece(self, text: str, *, closed: bool) -> tuple[str, int]:
-        """Return JSON and the number of characters read."""
         written: list[str] = []
         place = 0
         while place < len(text) and not (self.is_done or self.is_broken):
@@ -63,7 +58,6 @@ class JsonRepairer:
         return "".join(written), place
 
     def close_brackets(self) -> str:
-        """Empty if a value is missing."""
         if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
             return ""
         self.is_done = True
@@ -155,11 +149,9 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
-        """True if a key must follow. Objects and lists are not keys."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
-        """null for a key without a value."""
         if self._expected == "colon":
             return ": null"
         return " null" if self._expected == "value" and self._open_closers[-1] == "}" else ""
@@ -186,7 +178,6 @@ class JsonRepairer:
 
 
 def repair_word(word: str) -> str:
-    """Words that are not numbers or constants become strings."""
     if word in JSON_BY_CONSTANT:
         return JSON_BY_CONSTANT[word]
     if NUMBER.fullmatch(word):
@@ -199,7 +190,6 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
-    """None if it is not an object or cannot be repaired."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

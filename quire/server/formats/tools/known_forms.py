@@ -18,7 +18,7 @@ HERMES = CallForm(
     end="",
     json_keys=DEFAULT_KEYS,
 )
-"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo. Also described to models that have no tools in their template."""
+"""Used by Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and MiMo. Also described to models whose template has no tools."""
 
 MISTRAL = CallForm(
     begin="[TOOL_CALLS][",
@@ -59,7 +59,7 @@ DEEPSEEK = CallForm(
     end=CALLS_END,
     other_heads=(PLAIN_HEAD,),
 )
-"""DeepSeek V3 and R1: arguments are in a code block."""
+"""DeepSeek V3 and R1, with arguments in a code block."""
 DEEPSEEK_31 = CallForm(
     begin=CALLS_BEGIN,
     head=PLAIN_HEAD,
@@ -79,7 +79,7 @@ GRANITE = CallForm(
     end="]",
     json_keys=DEFAULT_KEYS,
 )
-"""Granite 3: its template shows tools, but no calls."""
+"""Granite 3, whose template shows tools but no calls."""
 
 HARMONY_ASSISTANT = "<|start|>assistant"
 HARMONY_COMMENTARY = f"{HARMONY_ASSISTANT}<|channel|>commentary to=functions.{NAME_SLOT}"
@@ -101,7 +101,7 @@ HARMONY = CallForm(
         f"{HARMONY_ASSISTANT} to=functions.{NAME_SLOT}<|channel|>commentary<|constrain|>json<|message|>",
     ),
 )
-"""gpt-oss, https://github.com/openai/harmony. Its template shows only one of several forms."""
+"""gpt-oss, https://github.com/openai/harmony. Its template shows one of several forms."""
 
 
 def xml_call_form(outer: str) -> CallForm:
@@ -124,4 +124,3 @@ def xml_call_form(outer: str) -> CallForm:
 
 
 QWEN_XML, SEED_OSS = xml_call_form("tool_call"), xml_call_form("seed:tool_call")
-"""Qwen3-Coder, Qwen 3.5, Step 3.5, Nemotron 3; Seed OSS."""

@@ -20,7 +20,7 @@ def lark_calls_grammar(
     after: Sequence[str] = (),
     must: bool = True,
 ) -> str:
-    """Unless calls `must` be made, also allow text that does not begin with the regular expression `unlike`."""
+    """Unless calls `must` be made, also allows text that does not begin with the regular expression `unlike`."""
     more = ["(", *between, "call", ")*"] if many else []
     whole = " ".join([*before, "call", *more, *after])
     rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
@@ -34,8 +34,8 @@ def quote_lark_string(literal: str) -> str:
 
 
 def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
-    """`in_words` splits the call like %json: llguidance takes the longest word and does not backtrack, so a longer word
-    would hide another object with the same start.
+    """`in_words` splits the call as %json does: llguidance takes the longest word and does not backtrack, so a longer
+    word would hide another object with the same start.
     """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
     return [
@@ -59,7 +59,6 @@ def keyword_call_expression_sequence(tool: Tool) -> list[str]:
 
 
 def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Items are (expression, required)."""
     alternatives = []
     for index, (item, required) in enumerate(items):
         rest = [f"({separator} {later})" + ("" if needed else "?") for later, needed in items[index + 1 :]]
@@ -73,5 +72,4 @@ def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separa
 
 
 def tool_property_entries(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
-    """(name, schema, required) of each property."""
     return SchemaNode.from_document(tool.parameters).property_entries()

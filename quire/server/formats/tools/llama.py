@@ -35,7 +35,7 @@ class LlamaJsonFormat(ToolFormat):
         return True
 
     def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-        """Accept a semicolon, a comma, whitespace or a marker before the call. Consume nothing if there is no call."""
+        """Accepts a semicolon, comma, whitespace or marker before the call. False consumes nothing."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)
@@ -93,7 +93,6 @@ CONSTANT_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-    """Read f(a=1, b="x"). False consumes nothing."""
     while PARTIAL_NAME.fullmatch(source.text) and len(source.text) < MAX_TOOL_NAME_LENGTH and not source.is_closed:
         yield
     head = CALL_NAME.match(source.text[:MAX_TOOL_NAME_LENGTH])
@@ -113,7 +112,6 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
 
 
 def _keyword_arguments_to_json(text: str) -> str | None:
-    """None unless all are keywords with literals."""
     try:
         call = _parse_expression(f"f({text}\n)").body
         if not isinstance(call, ast.Call) or call.args:
@@ -128,7 +126,7 @@ def _parse_expression(text: str) -> ast.Expression:
     try:
         return ast.parse(text, mode="eval")
     except SystemError:
-        # CPython 3.11 raises it if the garbage collector logs a traceback meanwhile, which parses too
+        # CPython 3.11 raises it if the garbage collector meanwhile logs a traceback, which also parses
         # (python/cpython#106905).
         return ast.parse(text, mode="eval")
 

@@ -19,12 +19,12 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""From templates of models with Python calls; LFM2's show no calls."""
+"""Marks in templates with Python calls. LFM2's template shows no calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedToolFormat:
-    """Named for --tool-call-parser, like in vLLM if possible."""
+    """Named for --tool-call-parser, as in vLLM if possible."""
 
     name: str
     format: ToolFormat
@@ -54,7 +54,7 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-"""The first row that matches a template is used, so specific formats come before general ones."""
+"""The first match is used, so specific formats come before general ones."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
@@ -15,7 +14,7 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Escape only unpaired surrogates. Raises ValueError for values outside JSON."""
+    """Escapes only unpaired surrogates. Raises ValueError for values outside JSON."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_encodable(text) else json.dumps(value, allow_nan=False)
 

@@ -10,12 +10,11 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
-"""A parser that yields if it needs more text, and finally returns a Result."""
 
 MAX_TOOL_NAME_LENGTH = 256
-"""Characters held back for a name and its surroundings."""
+"""Bounds the characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
-"""Whitespace within a call's marks. More is a model's repetition, and would be read again with each piece."""
+"""Longest whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
 
 SPACE = re.compile(r"\s*")
 
@@ -28,7 +27,7 @@ class TextSource:
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
-        """`final`: no more text will come. Return True if the parser has ended."""
+        """`final`: no more text will come. True: the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:
@@ -40,7 +39,7 @@ class TextSource:
 
     @property
     def taken_text(self) -> str:
-        """Taken since `reset_taken`. It becomes content if it was not a call."""
+        """Text taken since `reset_taken`, which becomes content if it was not a call."""
         return "".join(self._taken_pieces)
 
     def take_text(self, count: int) -> str:
@@ -49,21 +48,17 @@ class TextSource:
         return taken
 
     def give_back(self, text: str) -> None:
-        """`text` is the end of the taken text."""
         self.text = text + self.text
         self._taken_pieces[-1] = self._taken_pieces[-1].removesuffix(text)
 
     def save_place(self) -> int:
-        """Valid until `reset_taken`."""
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:
-        """Put back all text taken after `save_place` returned `place`."""
         self.text = "".join(self._taken_pieces[place:]) + self.text
         del self._taken_pieces[place:]
 
     def take_ignoring_space(self, literal: str) -> ParserSteps[bool]:
-        """False consumes nothing."""
         wanted = "".join(literal.split())
         while True:
             end = match_end_ignoring_space(self.text, wanted)
@@ -75,7 +70,7 @@ class TextSource:
             yield
 
     def take_exactly(self, literal: str) -> ParserSteps[bool]:
-        """Take `literal` if it comes next, without whitespace before it."""
+        """Does not accept whitespace before `literal`."""
         while not self.is_closed and len(self.text) < len(literal) and literal.startswith(self.text):
             yield
         is_there = self.text.startswith(literal)
@@ -96,7 +91,7 @@ class TextSource:
     def take_through_first_literal(
         self, literals: tuple[str, ...], limit: int = MAX_TOOL_NAME_LENGTH
     ) -> ParserSteps[tuple[str, str] | None]:
-        """Return the text and the literal. None consumes nothing."""
+        """Returns the text and the literal. None consumes nothing."""
         longest = max(map(len, literals))
         while True:
             match = find_first_literal(self.text[: limit + longest], literals)
@@ -108,7 +103,6 @@ class TextSource:
             yield
 
     def peek_non_space_character(self) -> ParserSteps[str]:
-        """Empty at the end of the text."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]
@@ -137,7 +131,7 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
-    """Number of characters at the end that may begin a literal."""
+    """Returns the number of characters at the end that may begin a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

@@ -8,17 +8,16 @@ from quire.server.formats.tools import strict_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """Id and name of a new call, or a piece of arguments."""
-
     index: int
-    """Counted from 0 in the message."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None
 
 
 class ToolCallSink:
-    """Whitespace around calls is not content. Unreadable text becomes arguments of the open call, otherwise content."""
+    """Whitespace around calls is not content. Unreadable text goes to the open call's arguments, otherwise to
+    content.
+    """
 
     def __init__(self, new_id: Callable[[int], str], max_calls: int | None = None) -> None:
         self._new_id = new_id
@@ -31,11 +30,9 @@ class ToolCallSink:
         self._num_opened = 0
         self._num_complete = 0
         self.last_complete = False
-        """The last call was closed, and its arguments are valid JSON."""
 
     @property
     def all_complete(self) -> bool:
-        """There are calls, all with valid JSON arguments."""
         return self._num_opened > 0 and self._num_complete == self._num_opened
 
     def add_content(self, text: str) -> None:
@@ -46,7 +43,7 @@ class ToolCallSink:
             self._content.append(shown)
 
     def open_call(self, name: str, id: str = "") -> None:
-        """`id` is the model's; it is replaced if not unique."""
+        """The model's `id` is replaced if not unique."""
         self._pending_space = ""
         self._arguments = []
         self.last_complete = False

@@ -19,12 +19,11 @@ ANY_OBJECT: Schema = {"type": "object"}
 class Tool:
     name: str
     parameters: Schema
-    """JSON schema."""
 
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Writes a Lark literal: special tokens as tokens, the rest as text."""
+"""Writes special tokens as tokens, the rest as text."""
 
 
 class ToolFormat(ABC):
@@ -33,17 +32,15 @@ class ToolFormat(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that start calls. The parser gets them even if they are special tokens."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
-    """Models also mention these in text, so they count only at the start of a line, outside code blocks."""
+    """Models also mention these in text, so they count only at a line's start, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
-    """Special tokens inside and after calls."""
     bare: ClassVar[str] = ""
-    """Start of an answer that is calls without a marker; empty if there is always a marker."""
+    """The start of an answer that is calls without a marker; empty if there is always a marker."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
     """A call, for prompts that explain the format in words."""
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All texts of calls that may contain special tokens."""
         return (*self.markers, *self.other_markers)
 
     def parse_answer(
@@ -78,7 +75,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
-        """Read after a marker. False: all text taken since the marker is content."""
+        """Reads after a marker. False: all text taken since the marker is content."""
 
     @abstractmethod
     def build_calls_grammar(
@@ -89,14 +86,13 @@ class ToolFormat(ABC):
         """
 
     def derive_call_id(self, name: str) -> str:
-        """`name` consists of the answer's name and the call's number, so repeated answers get the same ids."""
+        """`name`: the answer's and the call's number, so repeated answers get the same ids."""
         return "call_" + blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
-    """None: the text ended."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:
@@ -121,20 +117,18 @@ class ToolParser:
         *,
         in_blocks: bool = False,
     ) -> None:
-        """Calls beyond `max_calls` are dropped. `name` is unique to the answer."""
         self._source = TextSource()
         self._sink = ToolCallSink(lambda number: format.derive_call_id(f"{name}/{number}"), max_calls)
         self._steps = format.parse_answer(self._source, self._sink, tools, in_blocks=in_blocks)
 
     @property
     def all_complete(self) -> bool:
-        """False if there are no calls."""
         return self._sink.all_complete
 
     def extract_tool_calls(
         self, text: str, final: bool = False, *, complete: bool = False
     ) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """`complete`: the model itself ended the text, so its open brackets are closed."""
+        """`complete`: the model itself ended the text, so open brackets are closed."""
         self._source.is_ended_by_model = complete
         if self._source.feed_parser(self._steps, text, final=final):
             self._sink.add_content(self._source.take_text(len(self._source.text)))

@@ -1,1 +1,1 @@
-"""Writers that turn deltas into the bytes of answers, one file per answer form."""
+"""Turn deltas into the bytes of answers, one file per answer form."""

@@ -17,7 +17,6 @@ class AnswerWriter(ABC):
     """Writes one call's answer as server-sent events or as one body."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        """`fingerprint`: see ServedModel."""
         self._request = request
         self._tokenizer = tokenizer
         self._fingerprint = request.system_fingerprint(fingerprint)
@@ -25,22 +24,18 @@ class AnswerWriter(ABC):
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     _usage: Usage | None = None
     weights_version: str = ""
-    """Weights of the last token; set before each step and the end."""
     receipt: bytes | None = None
-    """JSON; set before the end."""
 
     @property
     def ping_event(self) -> bytes:
-        """Keeps a silent stream alive."""
         return PING_EVENT
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """For `encode_with_raw_fields`."""
+        """A field for `encode_with_raw_fields`."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
-        """Called before each step with continuous_usage."""
         self._usage = usage
 
     @property
@@ -49,7 +44,6 @@ class AnswerWriter(ABC):
         return False
 
     def first_events(self) -> bytes:
-        """Sent before the first step."""
         return b""
 
     @abstractmethod
@@ -57,7 +51,7 @@ class AnswerWriter(ABC):
         """Write one step."""
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Bytes format with one %b, the text's JSON, for all steps that add only text; None if there is none."""
+        """Returns a bytes format for all steps that add only text, if there is one. Its only %b is the text's JSON."""
         return None
 
     @abstractmethod
@@ -84,7 +78,7 @@ class UnstreamableAnswerWriter(AnswerWriter):
 
 
 class OutputPartWriter(AnswerWriter):
-    """Writes a single choice part by part. A part ends where the next begins."""
+    """Writes one choice in parts; a part ends where the next begins."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)

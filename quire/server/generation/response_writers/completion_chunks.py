@@ -23,7 +23,7 @@ class ChunkWriter(AnswerWriter):
 
     OBJECT_TYPE: ClassVar[str]
     BEFORE_TEXT: ClassVar[bytes]
-    """Start of a choice with null token ids; %d is the index."""
+    """Start of a choice with null token ids; %d is its index."""
     TEXT_KEY: ClassVar[bytes]
     """Omitted if a choice has no text."""
     AFTER_TEXT: ClassVar[bytes]
@@ -35,7 +35,6 @@ class ChunkWriter(AnswerWriter):
         super().__init__(request, tokenizer, fingerprint)
         self._chunk_head = self._event_head()
         self._choice_heads: dict[int, bytes] = {}
-        """By choice: a chunk's start, up to the text."""
         self._set_chunk_end(b'}],"usage":null}' + EVENT_END if request.include_usage else b"}]}" + EVENT_END)
 
     def _common_fields(self, kind: str) -> dict[str, object]:
@@ -44,7 +43,6 @@ class ChunkWriter(AnswerWriter):
         return {**about, "system_fingerprint": self._fingerprint}
 
     def _event_head(self, **extra_fields: object) -> bytes:
-        """Ends before the value of `choices`."""
         return (
             EVENT_PREFIX + encode_json({**self._common_fields(self.OBJECT_TYPE), **extra_fields})[:-1] + b',"choices":'
         )
@@ -83,7 +81,6 @@ class ChunkWriter(AnswerWriter):
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]: ...
 
     def _choice_head(self, index: int) -> bytes:
-        """Ends before the text; has no token ids."""
         opening = self._choice_heads.get(index)
         if opening is None:
             opening = self._choice_heads[index] = self._chunk_head + self.BEFORE_TEXT % index
@@ -130,7 +127,7 @@ class ChunkWriter(AnswerWriter):
         return counts if usage.metrics is None else counts | {"metrics": usage.metrics}
 
     def _prompt_fields(self, answer: CollectedChoice) -> dict[str, object]:
-        """Null unless requested, because vLLM's clients always read these fields."""
+        """Written as null unless requested: vLLM's clients always read these fields."""
         logprobs = answer.prompt_logprobs
         return {
             "prompt_token_ids": answer.prompt_ids,
@@ -174,10 +171,9 @@ class ChatWriter(ChunkWriter):
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
-        """By choice: index and input decoder of its open custom tool call."""
+        """Index and input decoder of each choice's open custom tool call."""
 
     def first_events(self) -> bytes:
-        """Each choice's role, and the prompt's token ids."""
         ids = self._request.prompts[0].ids if self._request.return_token_ids else None
         opening = self._event_head(prompt_token_ids=ids)
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
@@ -213,7 +209,6 @@ class ChatWriter(ChunkWriter):
         return deltas
 
     def _flush_custom_input(self, choice: int) -> list[dict[str, object]]:
-        """End a choice's open custom tool call with the rest of its input."""
         index, reader = self._custom_inputs.pop(choice, (0, None))
         rest = "" if reader is None else reader.decode_arguments("", final=True)
         return [_custom_call_delta(ToolCallDelta(index), rest)] if rest else []
@@ -277,7 +272,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
-    """Only a call's first delta has id and name."""
+    """Only a call's first delta has its id and name."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -12,15 +12,12 @@ _SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive. Arguments of another form pass
-    unchanged.
-    """
+    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive. Other arguments pass unchanged."""
 
     def __init__(self) -> None:
         self._unread = ""
         self._is_inside = self._has_ended = False
         self._high_surrogate = ""
-        """First half of a surrogate pair."""
 
     def decode_arguments(self, piece: str, final: bool = False) -> str:
         self._unread += piece

@@ -17,8 +17,6 @@ from quire.server.generation.response_writers.responses import responses_usage
 
 
 class LabelScoresWriter(UnstreamableAnswerWriter):
-    """SGLang's /v1/score."""
-
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         (question,) = self._request.questions
         about = {"object": "scoring", "model": self._request.model, "weights_version": self.weights_version}
@@ -59,7 +57,7 @@ def decision_fields(question: OptionQuestion, answer: CollectedChoice) -> dict[s
 
 
 def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> list[float]:
-    """Softmax over the options' tokens; for labels, probabilities over the vocabulary."""
+    """Returns a softmax over the options' tokens, or for labels probabilities over the vocabulary."""
     logprob = answer.tokens[0].logprob
     assert logprob is not None, "asked for"
     logprobs_by_token = dict(logprob.top)
@@ -72,8 +70,6 @@ def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> l
 
 
 class SystemOneApiWriter(UnstreamableAnswerWriter):
-    """Fields that the API's specification lacks begin with x_."""
-
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         pairs = zip(self._request.questions, answers, strict=True)
         answers_by_name = {
@@ -109,14 +105,14 @@ def systemone_api_fields(question: OptionQuestion, shares: Sequence[float]) -> d
 
 
 def choice_confidence(shares: Sequence[float]) -> float:
-    """0 if all options are equally likely, 1 if one is certain."""
+    """0: all options are equally likely; 1: one is certain."""
     equal = 1 / len(shares)
     return clamp_probability((max(shares) - equal) / (1 - equal))
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """1 - d / u. d is the mean distance from the likeliest level; u is the mean distance from the middle level if all
-    are equally likely.
+    """1 - d / u: d is the mean distance from the likeliest level, u the mean distance from the middle one if all are
+    equally likely.
     """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])
@@ -126,7 +122,6 @@ def score_confidence(shares: Sequence[float]) -> float:
 
 
 def clamp_probability(value: float) -> float:
-    """Remove rounding errors."""
     return min(max(value, 0.0), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Answers in llama.cpp's form. Streams have no [DONE]: the last event of each choice has `stop`."""
+"""Answers in llama.cpp's form. Streams have no [DONE]: each choice's last event has `stop`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 
 ANY_SLOT = -1
-"""Requests have no slots here: all of them run in the same steps."""
+"""Requests have no slots: all run in the same steps."""
 RANDOM_SEED = 2**32 - 1
-"""How llama.cpp reports a seed of -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,7 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
-    """None if the answer need not contain it."""
     response_fields: Sequence[str] | None = None
-    """Paths of fields; None: all."""
     return_tokens: bool = False
 
 
@@ -104,7 +101,6 @@ class LlamaCppWriter(AnswerWriter):
         return EVENT_PREFIX + error_info(error).encode_llama_cpp() + EVENT_END
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        """An object; a list if there are several choices."""
         bodies = []
         for answer in answers:
             text = answer.text
@@ -116,7 +112,6 @@ class LlamaCppWriter(AnswerWriter):
         return encoded[0] if len(encoded) == 1 else join_json_array(encoded)
 
     def _encode_finals(self, bodies: Sequence[dict[str, object]]) -> list[bytes]:
-        """Adds the receipt to the last one."""
         selected = [select_fields(body, self._fields.response_fields) for body in bodies]
         if not self.receipt_field:
             return [encode_json(each) for each in selected]
@@ -204,7 +199,7 @@ def stop_type(finish_reason: str | None, stop_reason: int | str | None) -> str:
 
 
 def select_fields(body: dict[str, object], paths: Sequence[str] | None) -> dict[str, object]:
-    """A path such as timings/prompt_ms names a field of a nested object. Unknown paths are ignored."""
+    """A path such as timings/prompt_ms names a nested field. Unknown paths are ignored."""
     if paths is None:
         return body
     selected = {}

@@ -12,13 +12,12 @@ MIN_LOGPROB = -9999.0
 
 
 TokenNamer = Callable[[int], str]
-"""Returns the token's text, or `token_id:123`."""
 
 
 def completion_logprobs(
     tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Each list has one entry per token. As in vLLM, top_logprobs begins with the sampled token."""
+    """Lists have one entry per token. As in vLLM, top_logprobs begins with the sampled token."""
     name = token_id_name if as_token_ids else tokenizer.token_display_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
@@ -45,7 +44,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_tok
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's form: one dict by token id for each prompt token except the first."""
+    """As in vLLM, returns a dict by token id per token, but None for the first."""
     return [None if each is None else _logprobs_by_token_id(each, tokenizer) for each in logprobs]
 
 

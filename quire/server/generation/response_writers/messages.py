@@ -122,8 +122,8 @@ def content_block(part: OutputPart) -> dict[str, Any]:
 
 
 def parse_tool_arguments(text: str) -> dict[str, Any]:
-    """Parse arguments that may be cut off, as clients parse partial streams. Wrap values other than objects, so that no
-    output is lost.
+    """Parses arguments that may be cut off, as clients parse partial streams. Other values are put into an object, so
+    that no output is lost.
     """
     try:
         arguments = from_json(text or "{}", allow_partial=True)
@@ -135,7 +135,7 @@ def parse_tool_arguments(text: str) -> dict[str, Any]:
 def stop_reason_fields(
     finish_reason: str | None, stop_reason: int | str | None, request: GenerationRequest, usage: Usage
 ) -> dict[str, str | None]:
-    """Anthropic lacks reasons for cancelled and repetitive answers, which become max_tokens and end_turn."""
+    """Anthropic has no reasons for cancelled and repetitive answers, which become max_tokens and end_turn."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")

@@ -20,7 +20,7 @@ from quire.server.generation.response_writers.messages import parse_tool_argumen
 from quire.server.generation.vector_generation import VectorRequest
 
 OllamaShape = Literal["message", "response"]
-"""Field with the text: "message" for /api/chat, "response" for /api/generate."""
+"""The text's field: "message" for /api/chat, "response" for /api/generate."""
 
 
 class OllamaWriter(OutputPartWriter):
@@ -99,24 +99,21 @@ class OllamaWriter(OutputPartWriter):
 
 
 class OllamaChatWriter(OllamaWriter):
-    """Answers /api/chat."""
-
     SHAPE: ClassVar[OllamaShape] = "message"
 
 
 def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embed."""
     took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": request.prompt_tokens}
     return encode_json({"model": request.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
 
 
 def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embeddings, which has one prompt."""
+    """Answers /api/embeddings (one prompt)."""
     return encode_json({"embedding": vectors[0].tolist()})
 
 
 def normalize_vector(vector: np.ndarray) -> list[float]:
-    """Scale to length 1, like Ollama."""
+    """Scales to length 1, as Ollama does."""
     length = float(np.linalg.norm(vector))
     normalized: list[float] = (vector / length if length else vector).tolist()
     return normalized
@@ -127,7 +124,6 @@ def ollama_tool_call(part: OutputPart) -> dict[str, Any]:
 
 
 def model_loaded_body(model: str, shape: OllamaShape) -> bytes:
-    """Answers a request without a prompt."""
     empty: object = {"role": "assistant", "content": ""} if shape == "message" else ""
     return encode_json(
         {"model": model, "created_at": utc_timestamp(), shape: empty, "done": True, "done_reason": "load"}

@@ -22,7 +22,6 @@ TEXT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""By item type: event prefix, and the done event's field with the full text."""
 
 
 class ResponsesWriter(OutputPartWriter):
@@ -36,13 +35,10 @@ class ResponsesWriter(OutputPartWriter):
         self._created_at = request.created
         self.next_sequence_number = 0
         self._first_final_number: int | None = None
-        """Sequence number of the first final event."""
         self._custom_input = CustomInputDecoder()
         self._num_logprobs_sent = 0
-        """In the open message."""
         self.output_items: list[StoredItem] = []
         self.final_response: bytes | None = None
-        """None until the response has ended."""
         self.status = "in_progress"
 
     def first_events(self) -> bytes:
@@ -86,7 +82,6 @@ class ResponsesWriter(OutputPartWriter):
 
     @property
     def has_ended_unfinished(self) -> bool:
-        """The response ended before the model finished it."""
         return self.final_response is None or self.status == "failed"
 
     def current_response(self, status: str) -> bytes:
@@ -118,7 +113,6 @@ class ResponsesWriter(OutputPartWriter):
         return self.output_items[-1].data
 
     def _encode_next_event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
-        """`encoded`: fields that are already JSON."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         return encode_event(kind, {"type": kind, "sequence_number": number, **(fields or {})}, **encoded)
 
@@ -150,7 +144,6 @@ class ResponsesWriter(OutputPartWriter):
         return self._encode_next_event(f"{TEXT_EVENTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
     def part_end_events(self, status: str = "completed") -> bytes:
-        """`status`: the response's."""
         part = self._open_part
         if part is None:
             return b""

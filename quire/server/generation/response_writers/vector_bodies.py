@@ -1,4 +1,4 @@
-"""Each function is a VectorBodyWriter once the arguments before `request` are bound."""
+"""The arguments before `request` are bound to make VectorBodyWriters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.generation.vector_generation import VectorRequest
 
 VectorList = Sequence[np.ndarray]
 ScorePairs = Sequence[tuple[int, int]] | None
-"""Score: cosine of two inputs' embeddings; None: each input is a pair, and its vector the score."""
+"""A score is the cosine of two inputs' embeddings; None: each input is a pair, and its vector the score."""
 
 
 def _list_body(request: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
@@ -34,7 +34,9 @@ def embeddings_body(
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
-    """/v1/embeddings, and /pooling with other names. `vector_size`: numbers per vector if each token has one."""
+    """Makes the answer of /v1/embeddings and, with other names, of /pooling. `vector_size`: numbers per vector if each
+    token has one.
+    """
     key = "embedding" if kind == "embedding" else "data"
     encoded_vectors = [
         _encode_base64(each) if encoding == "base64" else _to_numbers(each, vector_size) for each in vectors
@@ -63,7 +65,6 @@ def cohere_embed_body(
 
 
 def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
-    """`vector`: float32. `kind`: one of Cohere's embedding_types."""
     if kind == "float":
         return vector.tolist()
     if kind == "base64":
@@ -95,7 +96,6 @@ def pair_scores(pairs: ScorePairs, vectors: VectorList) -> list[float]:
 
 
 def scores_body(pairs: ScorePairs, request: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
-    """/v1/score."""
     numbered_scores = enumerate(pair_scores(pairs, vectors))
     data = [{"index": index, "object": "score", "score": score} for index, score in numbered_scores]
     return _list_body(request, weights_version, data)
@@ -111,7 +111,7 @@ def rerank_body(
     *,
     cohere: bool,
 ) -> bytes:
-    """/v1/rerank in Jina's form, /v2/rerank in Cohere's. `top_n`: 0 means all."""
+    """/v1/rerank in Jina's form, /v2/rerank in Cohere's. `top_n` 0: all."""
     relevance_scores = pair_scores(pairs, vectors)
     ranked_indices = sorted(range(len(relevance_scores)), key=lambda index: (-relevance_scores[index], index))
     results: list[dict[str, Any]] = [

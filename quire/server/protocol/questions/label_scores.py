@@ -17,9 +17,7 @@ class LabelScoreRequest(EngineRequestBody):
     items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]
     label_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS), Field(min_length=1)]
     apply_softmax: bool = False
-    """Normalize over the labels only."""
     item_first: bool = False
-    """Put items before the query."""
 
     @property
     def engine_request_fields(self) -> dict[str, Any]:

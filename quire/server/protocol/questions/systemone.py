@@ -48,7 +48,6 @@ class Choice(BodyModel):
 
     @property
     def options(self) -> list[tuple[str, str]]:
-        """(name, description)."""
         return [(name, to_prompt_text(description)) for name, description in self.criteria.items()]
 
 

@@ -20,15 +20,15 @@ from quire.server.resolve.tool_use import resolve_request_tools
 from quire.server.served_model import ServedModel
 
 CallerFields = dict[str, str]
-"""Caller's field path by the chat's."""
+"""Maps the chat's field paths to the caller's."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
-"""Holds the caller's field until `merge_user_turns` removes it. No JSON has such a key."""
+"""Holds the caller's field until `merge_user_turns`. No JSON has such a key."""
 
 
 @contextmanager
 def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerFields]:
-    """Rename fields in the block's errors, by `names` and the yielded dict, which `merge_user_turns` fills."""
+    """Renames fields in errors of the block, by `names` and the yielded dict, which `merge_user_turns` fills."""
     caller_fields: CallerFields = {}
     try:
         yield caller_fields
@@ -51,7 +51,7 @@ def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> 
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Replace the parameter itself, and paths, which are never ordinary words."""
+    """Replaces paths, because they are never ordinary words, and `param`."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)
@@ -63,7 +63,6 @@ def image_content_part(url: str, field: str, **more: str) -> ChatTurn:
 
 
 def extend_or_add_turn(turns: list[ChatTurn], role: str, parts: Sequence[ChatTurn]) -> None:
-    """Adds a turn if the last one has another role."""
     if not turns or turns[-1]["role"] != role:
         turns.append({"role": role, "content": []})
     turns[-1]["content"] += parts
@@ -83,7 +82,7 @@ def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping
 
 
 def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> list[ChatTurn]:
-    """A turn's content is a list of parts, or a tool's text."""
+    """A turn's content is a list of parts; a tool turn's is text."""
     merged: list[ChatTurn] = []
     for turn in turns:
         if turn["role"] == "user" and merged and merged[-1]["role"] == "user":
@@ -102,7 +101,6 @@ def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> 
 def count_chat_tokens(
     chat: ChatRequest, model: ServedModel, config: ServerConfig, caller_fields: CallerFields
 ) -> tuple[int, dict[str, str]]:
-    """Also returns headers."""
     template_tools = resolve_request_tools(chat, model.chat_formats.tool_format).template_tools
     conversation = render_chat(chat, model, template_tools, trusted=config.trust_request_chat_template)
     text = expand_image_placeholders_in_text(conversation.text, chat.messages, model)

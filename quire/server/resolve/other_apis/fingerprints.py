@@ -1,4 +1,4 @@
-"""Fingerprints of what a body's prompt is rendered from, for cache diagnostics (server/cache_diagnostics.py)."""
+"""Fingerprints of what prompts are rendered from, for cache diagnostics (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT_SETTINGS = {
     "truncate_prompt_tokens",
     "truncation_side",
 }
-"""Fields of a chat that change its prompt, and for which vendors have no reason."""
+"""These fields change a chat's prompt; vendors have no reason for them."""
 CACHE_CONTROL = {"cache_control"}
 """Not part of the prompt: clients move it from turn to turn."""
 MESSAGE_CACHE_CONTROL: Any = {"content": {"__all__": {"cache_control": True, "content": {"__all__": CACHE_CONTROL}}}}
@@ -29,7 +29,6 @@ MESSAGE_CACHE_CONTROL: Any = {"content": {"__all__": {"cache_control": True, "co
 def fingerprint_message_prompt(
     body: MessagesRequest, chat: ChatRequest, prompt: Prompt, system: Sequence[str]
 ) -> PromptFingerprint:
-    """`system`: the texts that the model reads."""
     parts = {
         "tools": [tool.model_dump(exclude=CACHE_CONTROL) for tool in body.tools],
         "system": system,
@@ -43,7 +42,6 @@ def fingerprint_message_prompt(
 def fingerprint_response_prompt(
     body: ResponsesRequest, chat: ChatRequest, prompt: Prompt, items: Sequence[InputItem]
 ) -> PromptFingerprint:
-    """`items`: those of earlier responses too."""
     parts = {
         "tools": [tool.model_dump() for tool in body.tools],
         "reasoning_effort": chat.reasoning_effort,

@@ -1,4 +1,4 @@
-"""Items of earlier responses or of a conversation: from the store, or from a WebSocket's memory."""
+"""Items of earlier responses or a conversation, from the store or a WebSocket's memory."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ from quire.server.store.response_store import StoredItem as StoredItem
 
 NO_STORE_MESSAGE = "this server stores no responses; the operator may pass --data-dir"
 MAX_ITEMS = 10_000
-"""Per conversation or stored input: some thousand agent turns with calls."""
+"""Limit for a conversation or a stored input: some thousand agent turns with calls."""
 MAX_ADDED_ITEMS = 1_000
-"""Per request: one transaction adds them to a conversation."""
+"""Limit per request, because one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""As many bytes as a body by default: a response reads it whole."""
+"""A response reads a whole conversation, which may thus be as large as a body's default."""
 MAX_HISTORY_BYTES = 16 << 20
-"""All earlier responses together."""
 MAX_INPUT_BYTES = 4 << 20
-"""Items stored per request: the text of a million tokens."""
+"""Limit for what a request stores: the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
-"""An item's id is its response's id with a position of this many digits."""
 ITEM_ID_PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -56,11 +54,8 @@ ITEM_ID_PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class CachedResponse:
-    """A response in its WebSocket's memory."""
-
     id: str
     items: tuple[bytes, ...]
-    """JSON of its own items and of all earlier ones, oldest first."""
     is_stored: bool
 
     @property
@@ -78,7 +73,6 @@ class WebSocketHistory:
     """What a WebSocket's next request may continue without the store."""
 
     previous: CachedResponse | None
-    """The response that the request names, if it is cached."""
 
     @property
     def continues_unstored_response(self) -> bool:
@@ -90,7 +84,6 @@ class WebSocketHistory:
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """Includes all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0
@@ -116,7 +109,6 @@ def _response_output(stored: StoreReader, owner: str, response_id: str) -> list[
 
 
 def check_history_size(num_bytes: int, num_items: int) -> None:
-    """Raises InvalidRequest."""
     if num_bytes > MAX_HISTORY_BYTES:
         raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes precede it")
     if num_items > MAX_MESSAGES:
@@ -172,7 +164,7 @@ def to_stored_items(
     in_conversation: bool = False,
     max_bytes: int | None = None,
 ) -> list[StoredItem]:
-    """Each item gets an id. `in_conversation`: the items are added to one. `max_bytes`: default MAX_INPUT_BYTES."""
+    """Gives each item an id. `in_conversation`: items are added to one. `max_bytes` defaults to MAX_INPUT_BYTES."""
     max_bytes = MAX_INPUT_BYTES if max_bytes is None else max_bytes
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
@@ -194,7 +186,7 @@ def to_stored_items(
 
 
 def to_cached_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
-    """For a WebSocket's memory. None if they exceed what a request may continue."""
+    """Returns None if they exceed what a request may continue."""
     try:
         return to_stored_items(items, "input", max_bytes=MAX_HISTORY_BYTES)
     except InvalidRequest:

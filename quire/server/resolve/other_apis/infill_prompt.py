@@ -16,20 +16,20 @@ REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<
 FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
 PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
 REPOSITORY_NAME = "myproject\n"
-"""llama.cpp's text, like the next two."""
+"""llama.cpp's text, as the next two are."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
-"""For tokenizers without a file separator."""
+"""Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""llama.cpp's batch size: at most 3/4 of it are prefix, 1/4 is suffix. Shorter contexts: half the context."""
+"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. At most half the context is used."""
 MAX_TOKEN_CHARACTERS = 32
-"""Texts of more characters per token are cut before they are tokenized, since their tokens would not fit."""
+"""Texts with more characters per token are cut before tokenization, because their tokens would not fit."""
 _GUARD = "\u263a"
-"""Character in front of a text, so that the tokenizer adds its first space before this and not before the text."""
+"""Precedes a text, so that the tokenizer adds its first space here and not before the text."""
 
 
 def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
-    """Other files come first; if they are too long, their beginning is cut. Raises InvalidRequest if the tokenizer has
+    """Other files come first; their beginning is cut if they are too long. Raises InvalidRequest if the tokenizer has
     no infill tokens, and ContextLengthExceeded for a long `prompt`.
     """
     tokenizer = model.tokenizer
@@ -56,15 +56,15 @@ def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
 
 
 def infill_end_token_ids(model: ServedModel) -> list[int]:
-    """Tokens that end the answer in addition to the model's own, as in llama.cpp."""
+    """Tokens that end the answer, as in llama.cpp."""
     names = (*PAD_TOKENS, *REPOSITORY_TOKENS, *FILE_SEPARATOR_TOKENS)
     ids = [model.tokenizer.backend.token_to_id(name) for name in names]
     return [token_id for token_id in ids if token_id is not None and token_id < model.vocab_size]
 
 
 def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
-    """At most the last `limit` tokens. The limit does not depend on the open file, so edits of it leave this prefix
-    cached.
+    """Keeps at most the last `limit` tokens. The limit does not depend on the open file, so edits of it leave this
+    prefix cached.
     """
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)

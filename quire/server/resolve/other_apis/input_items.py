@@ -29,8 +29,8 @@ from quire.server.resolve.other_apis.chat_conversion import (
 def turns_from_items(
     items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
 ) -> list[ChatTurn]:
-    """`num_earlier`: items before the request's own input. Merges consecutive user or system messages, and an
-    assistant's reasoning, text and calls up to its tools' answers.
+    """`num_earlier`: items before the request's own. Merges consecutive user or system messages, and an assistant's
+    reasoning, text and calls up to its tools' answers.
     """
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}
@@ -85,7 +85,6 @@ def content_texts(content: str | TextContents) -> list[str]:
 
 
 def tool_output_content(item: CallOutput, field: str) -> str | list[ChatTurn]:
-    """Returns parts if there are images."""
     if isinstance(item.output, str):
         return item.output
     if any(isinstance(part, ImageContent) for part in item.output):

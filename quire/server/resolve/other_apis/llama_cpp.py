@@ -70,7 +70,6 @@ def resolve_infill(body_bytes: bytes, model: ServedModel, config: ServerConfig) 
 def _resolve(
     body: LlamaCppBody, prompt: str | list[int], end_ids: Sequence[int], model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
-    """`end_ids`: end the answer in addition to the model's own."""
     names = {**FIELD_NAMES, "structured_outputs": "grammar" if body.grammar else "json_schema"}
     writer = partial(LlamaCppWriter, _answer_fields(body, prompt, model))
     with rename_fields_in_raised_errors(names):
@@ -104,7 +103,6 @@ def _resolve(
 
 
 def _answer_fields(body: LlamaCppBody, prompt: str | list[int], model: ServedModel) -> LlamaCppFields:
-    """Decodes the prompt only if the answer repeats it."""
     active_samplers = SAMPLER_FIELDS if body.samplers is None else body.samplers
     text: str | None = None
     if body.response_fields is None or "prompt" in body.response_fields:
@@ -125,7 +123,7 @@ def _line_rule(body: LlamaCppBody) -> LineRule | None:
 
 
 def _sampler_fields(body: LlamaCppBody) -> dict[str, Any]:
-    """Fields of samplers that `samplers` does not contain are neutral."""
+    """Fields of samplers that `samplers` lacks are neutral."""
     fields: dict[str, Any] = {}
     for sampler, (name, neutral) in SAMPLER_FIELDS.items():
         applies = body.samplers is None or sampler in body.samplers

@@ -51,7 +51,7 @@ ANTHROPIC_FIELD_NAMES = {
 }
 MESSAGES_FORM = AnswerForm(MessagesWriter, "msg_", ANTHROPIC_FIELD_NAMES)
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
-"""Claude Code's first system line. It changes with every request, which defeats the prefix cache."""
+"""Claude Code's first system line. It changes with every request, and so defeats the prefix cache."""
 
 
 def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
@@ -141,7 +141,6 @@ def function_from_tool(tool: InputTool) -> dict[str, Any]:
 
 
 def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
-    """Sets only variables that the template has."""
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
@@ -171,7 +170,6 @@ def can_limit_thinking(model: ServedModel) -> bool:
 
 
 def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
-    """Returns at least one."""
     system = system_texts(body)
     turns: list[ChatTurn] = []
     if system:
@@ -199,7 +197,6 @@ def system_texts(body: CountTokensRequest) -> list[str]:
 def append_user_turns(
     turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], message_field: str
 ) -> None:
-    """Each tool result becomes a turn; consecutive texts share one."""
     for place, block in enumerate(message_blocks(message)):
         field = f"{message_field}.content[{place}]"
         if isinstance(block, ToolResultBlock):
@@ -211,7 +208,6 @@ def append_user_turns(
 
 
 def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTurn]:
-    """Returns parts if there are images."""
     shown = block.content
     if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
         text = (
@@ -223,7 +219,6 @@ def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTu
 
 
 def assistant_turn(message: InputMessage, names_by_call_id: dict[str, str]) -> ChatTurn:
-    """Adds call ids to `names_by_call_id`."""
     blocks = message_blocks(message)
     turn: ChatTurn = {
         "role": "assistant",

@@ -56,7 +56,7 @@ GENERATE_RAW_FORM = AnswerForm(OllamaWriter, "cmpl-", OLLAMA_FIELD_NAMES)
 
 
 def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration | JsonReply:
-    """Without messages, Ollama only loads the model, which is loaded here."""
+    """Without messages, Ollama loads the model; here it is loaded already."""
     body = parse_body(body_bytes, OllamaChatRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if not body.messages:
@@ -67,7 +67,7 @@ def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerCon
 def resolve_ollama_generate(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration | JsonReply:
-    """The prompt is a chat's only message, as in Ollama; with raw or suffix, a completion."""
+    """As in Ollama, the prompt is a chat's only message; with raw or suffix, a completion."""
     body = parse_body(body_bytes, OllamaGenerateRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
@@ -119,7 +119,7 @@ def model_name_without_latest_tag(requested_name: str | None, model: ServedModel
 
 
 def strip_latest_tag(requested_name: str, names: Collection[str]) -> str:
-    """A tagged name in `names` keeps its tag."""
+    """A name in `names` keeps its tag."""
     return requested_name if requested_name in names else requested_name.removesuffix(":latest")
 
 
@@ -146,13 +146,12 @@ def turns_from_ollama(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
 
 
 def content_with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
-    """As in Ollama, images (base64) precede the text."""
+    """Images (base64) precede the text, as in Ollama."""
     shown = [image_content_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
     return [*shown, {"type": "text", "text": text}]
 
 
 def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
-    """None: the model's default."""
     options = body.options
     most = options.num_predict
     fields: dict[str, Any] = {
@@ -173,7 +172,6 @@ def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
 
 
 def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
-    """Sets only variables that the template has."""
     think, switch = body.think, model.chat_formats.thinking_switch
     if think is None:
         return {}

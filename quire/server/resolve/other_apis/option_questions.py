@@ -54,7 +54,7 @@ class PromptQuestion:
         return "\n".join([*self.instructions, "", QUESTION_PHRASES[self.type], *lines, *end]).lstrip("\n")
 
     def to_option_question(self, tokens: Sequence[int], *, must_be_distinct: bool) -> OptionQuestion:
-        """`must_be_distinct`: duplicate options raise InvalidRequest."""
+        """With `must_be_distinct`, raises InvalidRequest for duplicate options."""
         options = [value for value, _ in self.options]
         if must_be_distinct and len({(type(value), value) for value in options}) < len(options):
             raise InvalidRequest("questions: each option must be unique", param="questions")
@@ -75,7 +75,6 @@ class DecisionApiVariant:
         model: ServedModel,
         config: ServerConfig,
     ) -> ResolvedGeneration:
-        """`name`: the model's in the answer."""
         headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
         labels = single_token_labels(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
@@ -108,7 +107,7 @@ class DecisionApiVariant:
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """Letters, then pairs and triples. Raises InvalidRequest if there are too few."""
+    """Returns letters, then pairs and triples. Raises InvalidRequest if there are too few."""
     labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
         raise InvalidRequest(
@@ -118,7 +117,6 @@ def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Most readable first, all distinct."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
     seen: set[int] = set()
@@ -133,7 +131,6 @@ def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, in
 def question_chat_request(
     body: TranslatableBody, items: Sequence[InputItem], question: str, model: ServedModel, caller_fields: CallerFields
 ) -> ChatRequest:
-    """The last message asks for one of the labels."""
     question_message = Message(role="user", content=question)
     turns = turns_from_items(
         [*items, question_message], "", has_developer_role="developer" in model.chat_formats.template_text

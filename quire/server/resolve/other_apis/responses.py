@@ -150,7 +150,7 @@ def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConf
 
 
 def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
-    """Raises InvalidRequest for invalid text, or if the fields together are too large."""
+    """Raises InvalidRequest for invalid text, or if all fields are too large."""
     sizes = {}
     for name, value in fields.items():
         check_json_no_surrogates(value, name)

@@ -33,14 +33,12 @@ from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file,
 
 router = APIRouter(route_class=ModelIndependentRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-"""Only batches read files."""
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
-"""OpenAI's limit."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
-"""Reserved per step if the length is not announced."""
+"""Number of bytes reserved at once if the length is not announced."""
 _MAX_NAME_LENGTH = 255
 _FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 UPLOAD_FORM_SCHEMA = {
@@ -90,8 +88,6 @@ async def upload_file(request: Request) -> Response:
 
 
 class _UploadSpaceReserver:
-    """Reserves space before bytes are read."""
-
     def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
         self._files, self._owner = runner.files, owner
         durable = get_server_context(request).persistence
@@ -103,17 +99,15 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
-        """Raises HTTPException if the form is too large."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
-        """Raises HTTPException if there is no room."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # length not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Reserve the largest size that fits. The first one must fit."""
+        """Raises HTTPException if even the first size does not fit."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -123,13 +117,13 @@ class _UploadSpaceReserver:
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
 
     async def release_reservation(self) -> None:
-        with suppress(sqlite3.OperationalError):  # a new data process has no reservations
+        with suppress(sqlite3.OperationalError):  # a new data process has none
             await asyncio.to_thread(self._files.release, self.id)
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Runs in one thread, and finishes even if the caller gives up. Errors delete the content, except StoreUnreachable:
-    the file may have been added.
+    """Runs in one thread, and finishes even if the caller gives up. Errors delete the content, except StoreUnreachable,
+    because the file may have been added.
     """
     is_kept = False
     try:
@@ -239,8 +233,8 @@ async def _receive_form(
 
 
 def _sanitize_content_type_header(content_type: str) -> Headers:
-    """Keeps only the boundary. Charsets are dropped (RFC 7578 has none): some of Python's yield half surrogates, take
-    quadratic time, or are not text. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
+    """Keeps only the boundary. Some of Python's charsets yield half surrogates, take quadratic time, or are not text;
+    RFC 7578 has none. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
     """
     try:
         media_type, options = parse_options_header(content_type)
@@ -287,7 +281,6 @@ def _check_origin(request: Request) -> None:
 
 
 async def _find_file(request: Request, file_id: str) -> StoredFile:
-    """Raises RequestNotFound."""
     return await find_or_raise(
         request, require_batch_runner(request).files.find, file_id, not_found=file_not_found(file_id, "file_id")
     )
@@ -298,7 +291,6 @@ def file_not_found(file_id: str, param: str) -> RequestNotFound:
 
 
 def require_batch_runner(request: Request) -> BatchRunner:
-    """Without --data-dir, raises RequestNotFound."""
     runner = get_server_context(request).batch_runner
     if runner is None:
         raise RequestNotFound("This server stores no files or batches: see --data-dir")

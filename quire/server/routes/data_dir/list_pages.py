@@ -36,7 +36,7 @@ async def list_items_response(
 async def find_or_raise(
     request: Request, method: Callable[..., Result | None], *args: object, not_found: QuireError
 ) -> Result:
-    """Call `method` in a thread with the request's owner. Raises `not_found` for a falsy result."""
+    """Calls `method` in a thread with the request's owner. Raises `not_found` for a falsy result."""
     result = await asyncio.to_thread(method, owner_of(request), *args)
     if not result:
         raise not_found
@@ -56,6 +56,5 @@ def list_page_response(objects: Sequence[Mapping[str, Any]], *, has_more: bool) 
 
 
 def leased_json_response(request: Request, body: bytes) -> Response:
-    """Raises Overloaded if too much waits to be sent."""
     grow_request_lease(request.scope, len(body))
     return Response(body, media_type="application/json")

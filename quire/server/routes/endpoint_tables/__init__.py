@@ -1,1 +1,1 @@
-"""Tables of endpoints answered from a POST body alone, in the order of the API description."""
+"""Endpoints answered from a POST body alone, in the order of the API description."""

@@ -13,11 +13,9 @@ from quire.server.pipeline.resolve import Resolver
 class Endpoint:
     path: str
     name: str
-    """OpenAPI's operation name."""
     description: str
     resolve: Resolver[Resolution]
     body_models: tuple[type[BaseModel], ...]
-    """A body must match one of them."""
     route_class: type[RateLimitedRoute] = GenerationRoute
     in_schema: bool = True
-    """False for an alias of another path."""
+    """False: an alias of another path."""

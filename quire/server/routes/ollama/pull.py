@@ -1,4 +1,4 @@
-"""POST /api/pull runs `quire pull`, which ends if the caller leaves; the hub's cache keeps the downloaded parts."""
+"""POST /api/pull runs `quire pull`, which ends if the caller leaves; the hub's cache keeps downloaded parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ async def pull(request: Request) -> Response:
 
 
 async def _download_and_stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """Yields a line at once, one per interval, and a last one."""
     async with download_lock:
         yield _FIRST_LINE
         download = asyncio.ensure_future(_wait_for_download(await _spawn_pull_process(name)))
@@ -79,7 +78,6 @@ async def _spawn_pull_process(name: str) -> Process:
 
 
 async def _wait_for_download(process: Process) -> str | None:
-    """Returns the error, or None on success. Kills the process if the caller leaves."""
     try:
         _, error_output = await process.communicate()
     finally:
@@ -93,7 +91,6 @@ async def _wait_for_download(process: Process) -> str | None:
 
 
 async def _read_small_body(request: Request) -> bytes:
-    """Raises InvalidRequest above _MAX_BODY_BYTES."""
     async with read_body(request) as body:
         if body.received_bytes > _MAX_BODY_BYTES:
             raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")

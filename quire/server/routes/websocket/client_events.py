@@ -16,11 +16,11 @@ _MAX_SHOWN_BYTES = 50
 _NULL = msgspec.Raw(b"null")
 _NOT_OBJECT_MESSAGE = "Each message must be a JSON object, sent as text"
 _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
-"""Appended to an event, they make it a POST's body: of two equal names, the last counts."""
+"""Ends an event's text to make it a POST's body: of two equal names, the last counts."""
 
 
 class _Envelope(msgspec.Struct):
-    """Raw fields are decoded later, or only by the pipeline."""
+    """The raw fields are decoded later, or only by the pipeline."""
 
     type: msgspec.Raw = _NULL
     stream_id: msgspec.Raw = _NULL
@@ -35,7 +35,6 @@ class CreateEvent:
     stream_id: str | None
     previous_id: str | None
     body: bytes
-    """Of POST /v1/responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,6 @@ def _read_stream_id(raw: msgspec.Raw) -> str | None:
 
 
 def _text_or_none(raw: msgspec.Raw) -> str | None:
-    """None for other types, which the pipeline refuses."""
     try:
         return msgspec.json.decode(raw, type=str | None)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -109,7 +107,7 @@ def encode_error_event(info: ErrorInfo, stream_id: str | None, headers: dict[str
 
 
 def encode_steer_failure(event: SteerEvent) -> str:
-    """OpenAI's event for a model that cannot be steered. It contains the refused input."""
+    """OpenAI's event for a model that cannot be steered. Contains the refused input."""
     message = "Responses cannot be steered here: send response.create when the response has ended"
     error = {"type": INVALID_REQUEST_TYPE, "code": "steering_not_supported", "message": message}
     steer = {"previous_response_id": event.previous_id or "", "input": event.input}

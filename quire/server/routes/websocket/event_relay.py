@@ -14,7 +14,7 @@ _DATA_PREFIX = b"data: "
 
 
 class EventRelay:
-    """An ASGI `send` for one request: turns the answer's events into messages, and an error into an error event."""
+    """An ASGI `send` for one request, which turns events into messages, and an error into an error event."""
 
     def __init__(self, send_text: Callable[[str], Awaitable[None]], stream_id: str | None) -> None:
         self._send_text = send_text

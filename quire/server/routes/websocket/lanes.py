@@ -12,10 +12,9 @@ from quire.server.resolve.other_apis.history import CachedResponse
 from quire.server.routes.websocket.client_events import CreateEvent, EventRefused
 
 MAX_RUNNING_RESPONSES = 16
-"""Per connection. OpenAI's limit, like the next one."""
+"""OpenAI's limits per connection, as the next one is."""
 MAX_NAMED_LANES = 32
 MAX_WAITING_EVENTS = 64
-"""Per connection."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,16 +22,14 @@ class Lane:
     """The events with one `stream_id`, which are answered in order."""
 
     stream_id: str | None
-    """None: the events without one."""
     waiting: deque[CreateEvent] = field(default_factory=deque)
     latest: CachedResponse | None = None
     task: asyncio.Task[None] | None = None
-    """Answers the lane's events; None if none are waiting."""
 
 
 class Lanes:
     def __init__(self, answer: Callable[[Lane, CreateEvent], Awaitable[None]], lease: MemoryLease) -> None:
-        """`answer` raises no exceptions. `lease`: for waiting events and cached responses."""
+        """`answer` raises nothing. `lease`: for waiting events and cached responses."""
         self._answer = answer
         self._lease = lease
         self._lanes: dict[str | None, Lane] = {None: Lane(None)}
@@ -44,7 +41,6 @@ class Lanes:
         return [lane.task for lane in self._lanes.values() if lane.task is not None]
 
     def add_event(self, event: CreateEvent) -> None:
-        """Raises EventRefused."""
         lane = self._find_or_add_lane(event.stream_id)
         if self._num_waiting >= MAX_WAITING_EVENTS:
             message = f"More than {MAX_WAITING_EVENTS} events are waiting on this connection: wait for responses to end"
@@ -67,7 +63,7 @@ class Lanes:
         return (lane.latest for lane in self._lanes.values() if lane.latest is not None)
 
     def cache_response(self, lane: Lane, response: CachedResponse) -> None:
-        """Replaces the lane's cached response. Caches nothing if there is no room."""
+        """Replaces the lane's cached response, or drops it if there is no room."""
         if lane.latest is not None:
             self._lease.shrink_lease(lane.latest.num_bytes)
             lane.latest = None

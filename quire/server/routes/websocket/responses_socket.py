@@ -46,11 +46,9 @@ router = APIRouter()
 
 PATH = "/v1/responses"
 MAX_CONNECTION_SECONDS = 3600.0
-"""OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
-"""Per connection."""
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""They apply to one request, and a connection has many."""
+"""These apply to single requests, but a connection has many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
@@ -68,7 +66,6 @@ _CONNECTION_HEADERS = frozenset(
         b"x-request-id",
     )
 )
-"""Not passed on to requests."""
 
 
 class CloseCode(IntEnum):
@@ -118,9 +115,8 @@ class ResponsesSocket:
         self._lease = server.websockets.new_connection_lease(self._tenant.name)
         self._lanes = Lanes(self._answer, self._lease)
         self._is_closed = asyncio.Event()
-        """Set when the client has left, or nothing more is sent to it."""
+        """Set when the client has left, or when nothing more is sent to it."""
         self._end_reason: ErrorInfo | None = None
-        """If set, further events are refused with it."""
         self._last_event = ""
         self._num_malformed = 0
 
@@ -161,7 +157,7 @@ class ResponsesSocket:
             self._last_event = encode_error_event(self._end_reason, None)
 
     async def _finish_lanes(self, reading: asyncio.Task[CloseCode]) -> None:
-        """Waits for open responses. Reading continues, to notice if the client leaves."""
+        """Waits for open responses. Reading continues, to notice whether the client leaves."""
         while (tasks := self._lanes.tasks) and not reading.done():
             await asyncio.wait([reading, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if self._last_event and not reading.done():
@@ -170,7 +166,6 @@ class ResponsesSocket:
     # Events
 
     async def _read_events(self) -> CloseCode:
-        """Returns the close code."""
         while self._num_malformed < MAX_MALFORMED_EVENTS:
             await asyncio.sleep(0)  # with queued messages and a client that reads nothing, the rest never suspends
             first = await self._websocket.receive()
@@ -182,7 +177,6 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
-        """Returns a close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
@@ -202,7 +196,6 @@ class ResponsesSocket:
         return None
 
     async def _handle_event(self, message: ClientMessage, content: bytes) -> None:
-        """Raises EventRefused."""
         if message.is_binary:
             info = ErrorInfo(400, "Messages must be text, not binary", INVALID_REQUEST_TYPE)
             raise EventRefused(info)
@@ -254,7 +247,6 @@ class ResponsesSocket:
         return {"type": "http.disconnect"}
 
     async def _send_text(self, text: str) -> None:
-        """Waits while the client does not read."""
         if self._is_closed.is_set():
             return
         try:
@@ -289,8 +281,6 @@ class ClientMessage:
 
 
 class LaneResponseCache:
-    """The ResponseCache of a lane's request."""
-
     def __init__(self, lanes: Lanes, lane: Lane, previous: CachedResponse | None) -> None:
         self._lanes = lanes
         self._lane = lane
