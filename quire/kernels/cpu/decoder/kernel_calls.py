@@ -37,7 +37,7 @@ class StepInputs(NamedTuple):
 
 
 class KernelCalls(ABC):
-    """Operations on contiguous tensors, or placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
+    """Operations on contiguous tensors, or on placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
     ValueError for unsupported arguments.
     """
 
@@ -55,7 +55,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
-        """As [T, *shape]."""
+        """Reshape to [T, *shape]."""
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
@@ -77,8 +77,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """The last argument is the number of threads. If the kernel reports failure, raises IndexError with
-        error_message, or RankEnded.
+        """The last argument must be the number of threads. If the kernel fails, raises IndexError with error_message,
+        or RankEnded.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -281,7 +281,7 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Calls kernels at once. Makes only tensors that it returns."""
+    """Creates only tensors that it returns."""
 
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library

@@ -15,11 +15,11 @@ from quire.kernels.cpu import native_library
 
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
-"""Byte offset of the flag that a rank has ended."""
+"""Byte offset of the flag for an ended rank."""
 _MIN_BUFFER_BYTES = 1 << 20
 """Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
-"""About 50 microseconds, longer than a rank lags within a step if each has its own cores."""
+"""About 50 microseconds, longer than ranks with their own cores lag within a step."""
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:
