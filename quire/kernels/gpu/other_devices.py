@@ -1,4 +1,4 @@
-"""PyTorch devices of every type except cpu and cuda (NVIDIA, AMD), so tests can use PrivateUse1."""
+"""PyTorch devices of every type except cpu and cuda (NVIDIA, AMD). Tests can use PrivateUse1."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def empty_device_caches() -> None:
-    """Return freed memory kept by PyTorch to the system."""
+    """Return memory that PyTorch caches to the system."""
     for name in OTHER_DEVICES:
         backend_module = getattr(torch, name, None)
         if backend_module is not None and backend_module.is_available():
@@ -41,7 +41,9 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """For --dtype auto; None: the checkpoint's. Not all Apple chips compute bfloat16, and none faster than float16."""
+    """For --dtype auto; None: keep the checkpoint's. Not all Apple chips compute bfloat16, and none computes it faster
+    than float16.
+    """
     if device.type == "mps":
         return "float16" if name != "float16" else None
     if device.type != "xpu":
@@ -52,5 +54,5 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Apple's GPUs, and some of Intel's, lack float64."""
+    """GPUs of Apple, and some of Intel, lack float64."""
     return torch.float32 if is_other_device(device) else torch.float64

@@ -8,7 +8,7 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class TorchBackend(ReferenceBackend):
-    """The reference on a GPU, with Triton if PyTorch does not suffice. Triton is imported when needed: this takes a
+    """The reference on a GPU, with Triton where PyTorch does not suffice. Triton is imported when needed: this takes a
     second, and some platforms lack it.
     """
 

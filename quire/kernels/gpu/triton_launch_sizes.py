@@ -1,4 +1,4 @@
-"""Triton's functions of these names take microseconds on the host."""
+"""Triton's own functions of these names take microseconds on the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cdiv(number: int, size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """`number` is at least 1."""
+    """number: at least 1."""
     return 1 << (number - 1).bit_length()
 
 
@@ -44,7 +44,7 @@ def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
     """Splits of up to `seen` keys: at most `most`, none shorter than `least`. In a decode none is longer than
-    _MAX_EVEN_SPLIT, as one long context would hold up all others.
+    _MAX_EVEN_SPLIT, because one long context would delay all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))
@@ -68,7 +68,7 @@ def shared_memory_bytes(device: int | None) -> int:
 
 def is_hopper(device: int | None) -> bool:
     """True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory per
-    program): for this device, or `set_compile_target`'s.
+    program): this device's, or that of `set_compile_target`.
     """
     return _has_capability(device, 90)
 
@@ -92,8 +92,8 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 weighted values [rows, splits, width], peaks and totals. In one tensor the alignment of totals, and so
-    the kernel variant, would depend on rows and splits.
+    """Float32 weighted values [rows, splits, width], maxima and sums. In one tensor the alignment of sums, and so the
+    kernel variant, would depend on rows and splits.
     """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

@@ -29,7 +29,7 @@ _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert. Tiles are small up to the first, large above the second."""
+"""Average rows per expert: up to the first tiles are small, above the second large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
 """For 16-bit weights; bytes of shared memory."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
@@ -38,10 +38,10 @@ _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert, found by address, not copied."""
+    """One linear of every expert, read by address instead of copied."""
 
     parts: list[PackedWeight]
-    """One per expert, of one format, which may be 16-bit."""
+    """One per expert, all in one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -77,7 +77,7 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """[rows, outs]. count: experts on all ranks."""
+        """Return [rows, outs]. count: experts on all ranks."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -97,7 +97,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums do not depend on other rows; with fixed tiles neither do its bits."""
+    """A row's sums do not depend on other rows, nor do its bits if tiles are fixed."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -144,7 +144,7 @@ def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """`route_tokens` with contiguous results and float32 weights; one kernel for common routings."""
+    """`route_tokens` with contiguous results and float32 weights. Common routings take one kernel."""
     routing = experts.routing
     if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)

@@ -1,5 +1,5 @@
-"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, 2.8 to 2.8.3. Later sources read the longest
-context on the host in every paged decode, which CUDA graphs cannot hold, and choose other splits. INSTALL disables
+"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, 2.8 to 2.8.3. Later versions read the longest
+context on the host in every paged decode, which CUDA graphs cannot record, and choose other splits. INSTALL disables
 build isolation because the build imports torch.
 """
 
@@ -42,7 +42,7 @@ class Flash2Backend(FlashLibraryBackend):
         options = {
             "softmax_scale": softmax.scale,
             "causal": True,
-            # (left, right), -1: unlimited. Unlike left, our window includes the query.
+            # (left, right), -1: unlimited; our window includes the query, left does not
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softmax.softcap or 0.0,
         }

@@ -1,4 +1,4 @@
-"""Base of flash-attn backends. Pages are [page, token, KV head, head_dim]."""
+"""Base of the flash-attn backends. Pages are [page, token, KV head, head_dim]."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ class FlashPagedBackend(PagedAttentionBackend):
 class FlashLibraryBackend(FlashPagedBackend):
     package = ""
     compute_majors: tuple[int, ...] = ()
-    """Supported major compute capabilities; (): as flash-attn 2."""
+    """Supported major compute capabilities; (): same as flash-attn 2."""
     batch_variance_reason = ""
     """Why a row's bits depend on the batch; "": they do not if deterministic."""
 
     def __init__(self, library: Any, *, deterministic: bool = False) -> None:
-        """library: module, or why it is unusable."""
+        """library: the module, or why it is unusable."""
         super().__init__(deterministic=deterministic)
         self._missing_reason = library if isinstance(library, str) else None
         self._library = library
@@ -177,7 +177,7 @@ def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """majors: major compute capabilities that kernels are built for."""
+    """majors: compute capabilities that kernels are built for."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None

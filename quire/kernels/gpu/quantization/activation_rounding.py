@@ -1,4 +1,4 @@
-"""8-bit activations, and a trial that norms and gates round to the same bits as rounding afterwards."""
+"""8-bit activations. A trial checks that rounding inside norms and gates gives the same bits as rounding afterwards."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TRIAL_SHAPE = (17, 4096)
 @dataclass(frozen=True, slots=True)
 class EightBitRounding(ActivationRounding):
     is_integer: bool
-    """Otherwise float8."""
+    """If not, float8."""
     has_block_scales: bool
-    """One per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
+    """One scale per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
     pair_distance: int
     """Inputs per step if codes have the order of the weights' words; 0: natural order."""
 
@@ -140,7 +140,7 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Why norms and gates cannot round on this GPU, also logged; None: bits are the same."""
+    """Why norms and gates cannot round on this GPU, or None. Also logs it."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
     except Exception as error:  # falls back to unfused rounding

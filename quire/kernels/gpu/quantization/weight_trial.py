@@ -1,5 +1,5 @@
-"""Tries each quantized format before its first weight is packed: nothing else shows what another compiler or GPU makes
-of the kernels.
+"""Tries each quantized format before packing its first weight, because only that shows whether kernels are right with
+this compiler and GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class QuantizedFormat(NamedTuple):
 
 
 PackFunction = Callable[..., Linear | None]
-"""quantized_linear.py's `pack_without_trial`."""
+"""`pack_without_trial` of quantized_linear.py."""
 
 
 def quantized_format(weight: QuantizedWeight) -> QuantizedFormat:
@@ -65,7 +65,7 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """None if packed weights multiply correctly or are unsupported. counts: numbers of rows."""
+    """None if packed weights multiply correctly, or the format is unsupported. counts: numbers of rows."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)
