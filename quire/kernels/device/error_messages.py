@@ -1,4 +1,4 @@
-"""Errors of GPU libraries as one sentence with a remedy."""
+"""GPU library errors as one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def describe_compiler_error(error: BaseException) -> str | None:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """True if a kernel does not compile or exceeds the GPU's resources. Triton's errors share no base class."""
+    """True if a kernel does not compile or exceeds the GPU's resources. Triton's errors have no common base class."""
     return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
 
 

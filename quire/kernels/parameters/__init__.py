@@ -1,1 +1,1 @@
-"""Shared with architecture specs. No torch."""
+"""Shared with architecture specs; never imports torch."""

@@ -1,1 +1,1 @@
-"""Small trials of what a model computes, on a device."""
+"""Small trials of a model's operations on a device."""

@@ -1,5 +1,5 @@
-"""Tries a backend on the device before it is chosen: only running shows that it was built for another GPU, PyTorch or
-driver.
+"""Tries a backend on the device before it is chosen: only running it shows that it was built for another GPU, PyTorch
+or driver.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function; returns the replay function, and the tensor with its result."""
+"""Records a function; returns a function that replays it, and the tensor with its result."""
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
 """Tokens, and most query rows per KV head: flash-attn 4 has another kernel for rows that fit one tile."""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""Makes few keys count, so a scale that is a few percent off changes means by more than rounding does."""
+"""Makes few keys count, so that a scale that is a few percent off changes means by more than rounding does."""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
 """For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
 wrong scale, a missing key or another sequence's page.
@@ -43,7 +43,7 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """Set if decodes will be graphs."""
+    """Set if decodes will run in graphs."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """None: the model's dtype."""
 
@@ -72,7 +72,7 @@ class PagedAttentionProbe(BackendProbe):
     """A library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
-    """Only try a graph with a prefill chunk of known maximum length."""
+    """Try only a graph with a prefill chunk of known maximum length."""
     has_chunked_windows: bool = False
 
     def find_mismatch(self, backend: Backend) -> str | None:
@@ -162,7 +162,6 @@ class PagedAttentionProbe(BackendProbe):
         )
 
     def _allocate_kv(self, backend: Backend) -> Tensor:
-        """Keys and values."""
         dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
         shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, dtype)
         return torch.zeros((2, *shape), dtype=dtype, device=self.device)

@@ -21,7 +21,7 @@ from quire.kernels.reference import ReferenceBackend
 _NUM_PAGES = 5
 _EPS = 1e-6
 _QUERY_SCALE = 2.0
-"""As in backend_probe.py; latent keys are long, so scores are large."""
+"""As in backend_probe.py, for the larger scores of long latent keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,11 @@ _CONV_WIDTH = 4
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
     """A recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, a decode graph. The
-    reference also rounds the convolution's output and the result: in a state space of 128 numbers unrounded inputs
+    reference also rounds the convolution's output and the result: in a state space of 128 elements unrounded inputs
     change some results by more than a useful tolerance.
     """
 
     rule: Any
-    """A Recurrence."""
     value_dim: int
 
     def find_mismatch(self, backend: Backend) -> str | None:

@@ -1,8 +1,8 @@
 """Layers in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU while earlier
 layers are computed.
 
-A pass leaves no copy in flight, so a CUDA graph may hold it. Events order the streams: a slot is overwritten after its
-layer was computed, and a layer is computed after its copy has arrived.
+A pass leaves no copy running, so CUDA graphs can record it. Events order the streams: a slot is overwritten after its
+layer is computed, and a layer is computed after its copy has arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 @runtime_checkable
 class OffloadableLinear(Protocol):
-    """Reads these tensors at each call, so their storage may move in between."""
+    """Reads these tensors at each call, so their storage may move between calls."""
 
     @property
     def offloadable_tensors(self) -> Sequence[Tensor]: ...
