@@ -34,16 +34,16 @@ class AttentionLayerSpec(SublayerSpec):
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
     """See QKNormRopeParams.norm_kind; unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
-    """None: as in `rope`."""
+    """None: see `rope`."""
     alibi: float | None = None
     """ALiBi (Press et al., 2022): factor of all slopes."""
     input_norm: bool = True
     has_output_gate: bool = False
     """Outputs are multiplied by the sigmoid of a gate, which is projected like queries."""
     head_gates: bool = False
-    """Like has_output_gate, with one gate per head: gate_proj has num_heads outputs."""
+    """Like has_output_gate, but gate_proj has one output per head."""
     output_norm: bool = False
-    """Applied before the residual addition."""
+    """Before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None
     """Per RoPE frequency: row of AttentionMetadata.mrope_positions."""
     output_scale: float = 1.0
@@ -56,7 +56,7 @@ class AttentionLayerSpec(SublayerSpec):
     lookahead: int | None = 0
     """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
-    """Image tokens see each other in steps that ask for it."""
+    """Image tokens see each other if the step says so."""
     kv_source_layer: int | None = None
     """Layer whose keys and values are read; None: its own."""
 
@@ -72,7 +72,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """Explains to users how many values are cached per token; "" if none."""
+        """How many values are cached per token, for users; "" if none."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

@@ -76,7 +76,7 @@ class DecoderSpec:
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Token and position tables: a step looks them up instead of multiplying."""
+        """Token and position tables, which a step looks up instead of multiplying."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -124,7 +124,6 @@ class DecoderSpec:
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """None if processes can divide the layers."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -134,12 +133,10 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` can divide everything."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     def context_parallel_error(self) -> str | None:
-        """None if ranks can divide a sequence's tokens."""
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"
@@ -155,7 +152,7 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """Replace attention per layer; None keeps it."""
+        """Replace attention; None keeps a layer's."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,

@@ -20,7 +20,7 @@ EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """One or two layers, preceded by norms and a linear."""
+    """One or two layers after norms and a linear."""
 
     layers: tuple[LayerSpec, ...]
     hidden_size: int
@@ -28,7 +28,7 @@ class MTPSpec:
 
     @classmethod
     def from_decoder(cls, spec: DecoderSpec) -> MTPSpec:
-        """`spec`: a decoder of just these layers."""
+        """`spec`: a decoder of these layers alone."""
         return cls(spec.layers, spec.hidden_size, spec.norm)
 
     @property
@@ -36,7 +36,7 @@ class MTPSpec:
         return {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """Everything but the layers, embedding and head."""
+        """All but the layers, embedding and head."""
         size = self.hidden_size
         norms = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), size)
         return linear_shapes([EH_PROJ], size, 2 * size) | norm_shapes(norms, self.norm)
@@ -52,13 +52,13 @@ class EagleSpec:
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """Bias of the linear that joins the inputs into one hidden state."""
+    """Of the linear that joins the inputs into one hidden state."""
     aux_layers: tuple[int, ...] = ()
     """EAGLE-3 reads the inputs of these decoder layers."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual stream starts with the normed hidden state."""
     draft_vocab_size: int | None = None
-    """Size of EAGLE-3's own head; None: it uses the decoder's, like EAGLE."""
+    """Size of EAGLE-3's own head; None: it uses the decoder's, as EAGLE does."""
     has_token_map: bool = False
     """The draft head's token ids differ from the decoder's."""
 
@@ -67,7 +67,7 @@ class EagleSpec:
         return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """Everything but the layers, token map and embedding."""
+        """All but the layers, token map and embedding."""
         size = self.hidden_size
         shapes = linear_shapes([EAGLE_FC], size, (len(self.aux_layers) or 2) * size, bias=self.fc_bias)
         if self.draft_vocab_size is None:
@@ -83,7 +83,7 @@ class EagleSpec:
 class MedusaSpec:
     num_heads: int
     num_blocks: int
-    """Linears of a head before its last one."""
+    """Linears of a head before its last."""
     hidden_size: int
     vocab_size: int
 

@@ -62,10 +62,10 @@ class EncoderSpec:
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """ForSequenceClassification's linears, for a hidden size and number of labels."""
+    """Linears of ForSequenceClassification, by hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the position table; 0: none."""
+    """Rows of the position table; 0: no table."""
     first_position: int = 0
     """Row of a prompt's first token."""
     segments: int = 0
@@ -80,15 +80,15 @@ class EncoderSpec:
     gated: bool = False
     """Gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
-    """In the fused tensor, the gate follows `up`."""
+    """The gate follows `up` in the fused tensor."""
     pre_norm: bool = False
-    """Norms precede sublayers; the first layer's attention has none."""
+    """Norms precede sublayers, except the first layer's attention."""
     has_first_layer_norm: bool = False
-    """With `pre_norm`, the first layer's attention has a norm too."""
+    """With `pre_norm`, norm the first layer's attention too."""
     has_rms_norms: bool = False
     """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
-    """Per layer; (): the first."""
+    """Per layer; (): 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
     """Prompts are padded to the maximum length; attention includes padding."""
@@ -123,7 +123,6 @@ class EncoderSpec:
         return shapes
 
     def table_parameters(self) -> int:
-        """Token, position and segment tables."""
         return (self.vocab_size + self.positions + self.segments) * self.hidden_size
 
     def step_costs(self) -> StepCosts:

@@ -14,11 +14,11 @@ class PagedState:
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
     head: int = 0
-    """Elements of one key if layers differ: their blocks have different shapes."""
+    """Elements of one key if layers differ, as their blocks then differ in shape."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Bytes in pages. kv_width: bytes per key or value element; model_width: bytes per element of the model's
-        dtype; head_scale_bytes: extra bytes per head for scales of quantized elements.
+        """kv_width, model_width: bytes per key or value element, and per element of the model's dtype.
+        head_scale_bytes: bytes per head for scales of quantized elements.
         """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
@@ -26,8 +26,8 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """A sequence's slot holds a convolution's last columns. KV blocks hold those at the end of every PIECE tokens, for
-    other sequences to continue from.
+    """A sequence's slot holds a convolution's last columns. KV blocks hold those at the end of every PIECE tokens, from
+    which other sequences can continue.
     """
 
     channels: int
@@ -41,7 +41,7 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Like PagedState's, but columns are never quantized to few bits."""
+        """Columns are never quantized."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
@@ -52,7 +52,7 @@ class PagedColumnState:
 @dataclass(frozen=True, slots=True)
 class MatrixState:
     """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. This
-    is too large for KV blocks: a cached prefix needs a snapshot.
+    is too large for KV blocks, so a cached prefix needs a snapshot.
     """
 
     channels: int
@@ -82,7 +82,7 @@ class SharedState:
     """For a layer that reads another layer's KV blocks."""
 
     layer: int
-    """Index of an earlier layer."""
+    """An earlier layer."""
     window: int | None
     paged_values_per_token: int = 0
 

@@ -22,9 +22,9 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Elements of keys and queries that are rotated, unless `rope` is None."""
+    """Rotated elements of keys and queries, unless `rope` is None."""
     qk_nope_head_dim: int
-    """A head's unrotated elements."""
+    """Unrotated elements per head."""
     v_head_dim: int
     q_lora_rank: int | None
     """Elements of query latents; None: no latents."""
@@ -35,7 +35,7 @@ class MLALayerSpec(SublayerSpec):
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """Applies to o_proj and the linears that make latents."""
+    """For o_proj and the linears that make latents."""
 
     @property
     def head_dim(self) -> int:
@@ -61,7 +61,6 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """As in AttentionLayerSpec."""
         return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

@@ -20,7 +20,7 @@ class MLPSpec(SublayerSpec):
     """Gated: silu or gelu_tanh. Ungated: all but silu."""
     input_norm: bool = True
     output_norm: bool = False
-    """Applied before the residual addition."""
+    """Before the residual addition."""
     parallel: bool = False
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False
@@ -28,7 +28,7 @@ class MLPSpec(SublayerSpec):
     multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate function's input and of the output."""
     name: str = "mlp"
-    """Checkpoint name within the layer."""
+    """In the checkpoint's layer."""
     output_norm_name: str = "post_feedforward_layernorm"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

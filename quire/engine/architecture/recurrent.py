@@ -32,7 +32,7 @@ class MatrixStateSpec(SublayerSpec):
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
-        """Elements kept per draft token, without its column."""
+        """Elements kept per draft token, in addition to its column."""
 
     @property
     def num_channels(self) -> int:
@@ -52,14 +52,13 @@ class MatrixStateSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec(MatrixStateSpec):
-    """Heads are value heads. The output norm lacks a weight offset."""
+    """Heads are value heads. The output norm has no weight offset."""
 
     num_key_heads: int
     """Key heads serve equally many value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Queries, keys and values."""
         return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -92,14 +91,13 @@ class DeltaNetSpec(MatrixStateSpec):
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttentionSpec(MatrixStateSpec):
     """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates are projected
-    through `low_rank` elements. The output norm lacks a weight offset.
+    through `low_rank` elements. The output norm has no weight offset.
     """
 
     low_rank: int
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Queries, keys and values."""
         return (self.num_heads, self.key_dim), (self.num_heads, self.key_dim), (self.num_heads, self.value_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -145,7 +143,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     """A group's heads share b and c."""
     result_eps: float
     bias: bool = False
-    """Applies to in_proj only."""
+    """For in_proj only."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
@@ -156,13 +154,12 @@ class Mamba2LayerSpec(MatrixStateSpec):
     parallel: bool = False
     """Reads attention's norm of the stream, before attention's output is added."""
     joins_input_only: bool = False
-    """The previous sublayer's output is added to this one's input, but not to the stream."""
+    """The previous sublayer's output is added to this one's input, not to the stream."""
     parent_module: str = ""
-    """Checkpoint module within the layer that contains this one; "": the layer itself."""
+    """Module in the checkpoint's layer that holds this one; "": the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """x, b and c."""
         return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -196,10 +193,10 @@ class MambaLayerSpec(MatrixStateSpec):
     dt_rank: int
     """Elements that time steps are projected from."""
     bias: bool = False
-    """Applies to in_proj and out_proj."""
+    """For in_proj and out_proj."""
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of b, c, and the input of dt's projection; plain: without weights."""
+    """Norms of b, c, and the input of dt's projection. plain: without weights."""
     inner_eps: float = 1e-6
 
     @property
@@ -235,9 +232,9 @@ class ShortConvSpec(SublayerSpec):
     """Tokens that a token sees, itself included."""
     norm: NormSpec
     bias: bool = False
-    """Applies to both linears and the convolution."""
+    """For both linears and the convolution."""
     output_norm: bool = False
-    """Applied before the residual addition."""
+    """Before the residual addition."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

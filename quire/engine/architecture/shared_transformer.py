@@ -93,12 +93,12 @@ class SharedTransformerSpec(SublayerSpec):
         return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
 
     def attention_adapter_name(self, projection: str) -> str:
-        """The low-rank linears below this name are .0 and .1."""
+        """Prefix of the low-rank linears .0 and .1."""
         return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
 
     @property
     def mlp_adapter_name(self) -> str:
-        """The low-rank linears below this name are .0, .1.gate and .1.up."""
+        """Prefix of the low-rank linears .0, .1.gate and .1.up."""
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:

@@ -23,7 +23,7 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """Multiplies the stream, with pending output, by a learned number."""
+    """Multiplies the stream, including output not yet added, by a learned number."""
 
     scalar_name: str
 
@@ -39,7 +39,7 @@ class PerLayerInputsSpec:
     num_layers: int
     norm: NormSpec
     image_token_id: int
-    """Image tokens use its embeddings."""
+    """Image tokens use this token's embeddings."""
 
     @property
     def total_size(self) -> int:

@@ -8,18 +8,18 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs of a step in a sublayer or a whole model."""
+    """Costs of a step in a sublayer or a model."""
 
     dense_parameters: int
-    """Parameters that every token is multiplied with, counted once per read. Excludes lookup tables and routed experts.
+    """Parameters that every token is multiplied with, counted once per read. Without lookup tables and routed experts.
     """
     head_parameters: int = 0
-    """The output head's, tied or not. Only sampled tokens are multiplied with it."""
+    """Of the output head, tied or not. Only sampled tokens are multiplied with it."""
     num_experts: int = 0
-    """Routed experts per layer."""
+    """Routed, per layer."""
     experts_per_token: int = 0
     expert_parameters: int = 0
-    """Routed experts' parameters in all layers."""
+    """Of all layers' routed experts."""
     attention_width: int = 0
     """Query heads times head size, summed over attention layers."""
 
@@ -43,7 +43,7 @@ class StepCosts:
 
     @property
     def active_parameters(self) -> int:
-        """Includes only the routed experts that one token uses."""
+        """With only the routed experts that one token uses."""
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
@@ -63,7 +63,7 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> State | None:
-        """None: keeps nothing per sequence."""
+        """None if it keeps nothing per sequence."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -83,10 +83,8 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` can divide everything."""
         return None
 
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
-    """None if `size` is a multiple of `ranks`."""
     return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None

@@ -1,4 +1,4 @@
-"""Reads config.json. No torch."""
+"""Reads config.json without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields under Llama's names, with the family's defaults. `raw` is a config.json or its text part."""
+    """Fields under Llama's names, with the family's defaults. `raw`: a config.json or its text part."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -75,7 +75,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """False: transformers' class computes the model. An encoder's config.json may describe a decoder."""
+    """If not, transformers' class computes the model. An encoder's config.json may describe a decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -88,7 +88,6 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """None if supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -102,7 +101,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """Fields must already be checked."""
+    """Fields must be checked before."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -118,7 +117,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
-    """Raises ModelError if `impl` asks for a missing family."""
+    """Raises ModelError if `impl` asks for a family that is missing."""
     if has_quire_family(content) and impl != "transformers":
         return False
     if impl == "quire" and content.get("model_type"):
@@ -134,8 +133,8 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized: a CPU then computes in float32 with a bfloat16 KV cache, in the same
-    memory (docs/guides/quantization.md).
+    """True if nearly all matrices are quantized: a CPU then computes in float32 with a bfloat16 KV cache, which takes
+    the same memory (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
@@ -186,7 +185,7 @@ def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
-    """Raise ModelError for contradictory fields."""
+    """Raises ModelError for contradictory fields."""
 
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
@@ -209,7 +208,6 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
-    """Raises ModelError naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
@@ -218,7 +216,7 @@ def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
 
 
 def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names to the file's, where they differ."""
+    """Our field names by the file's, where they differ."""
     text_fields = raw.get("text_config")
     fields = {**raw, **text_fields} if isinstance(text_fields, Mapping) else raw
     family, names = find_any_family(fields.get("model_type")), dict[str, str]()
@@ -230,7 +228,6 @@ def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
-    """Applies to ModelErrors."""
     try:
         yield
     except ModelError as error:

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
 """Used if a repository has no safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
-"""Minimum per request; most headers fit."""
+"""Per request at least; most headers fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
     size: int
     sha256: str | None
-    """None for small files: they are in git."""
+    """None for small files, which are in git."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """Keyed by path. None if the hub is unreachable and only the cache has the file."""
+    """By path; None if the hub is unreachable and only the cache has the file."""
     commit: str
 
     @property
@@ -46,12 +46,11 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
-        """Empty if the repository has safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
 def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
-    """Return the snapshot's folder, or the first part of its GGUF file. `refresh` asks the hub even for cached models.
+    """Return the snapshot's folder, or the first part of its GGUF file. `refresh`: ask the hub even for cached models.
     Raises ModelError.
     """
     revision = name.revision or revision
@@ -128,7 +127,7 @@ def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing
 
 
 def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
-    """Delete the file and raise ModelError on a mismatch."""
+    """Deletes the file and raises ModelError on a mismatch."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:

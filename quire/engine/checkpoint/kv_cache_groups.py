@@ -1,7 +1,7 @@
-"""Groups layers that share a block table; sliding-window layers keep only their window.
+"""Groups layers that share a block table, so that sliding-window layers keep only their window.
 
-A group's layers have the same window, and groups have equally many layers: any block serves any group (blocks: Kwon et
-al., 2023; equal groups as in vLLM). No torch, for `quire plan`.
+All layers of a group have the same window, and all groups the same number of layers, so any block serves any group
+(blocks: Kwon et al., 2023; equal groups: vLLM). No torch, for `quire plan`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Setting that makes windowed layers keep all tokens."""
+    """Setting that makes sliding-window layers keep all tokens."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # tiers keep blocks of all layers
         if getattr(config, key):
             return key
@@ -82,12 +82,12 @@ def resolve_rope_context(
             "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
         )
         return None
-    # Not the context that memory allows: tokens would change with a restart.
+    # Not the context that memory allows, because tokens would change with a restart.
     return config.rope_context or config.max_model_len or max_position
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """With disable_sliding_window, end the context at the narrowest window: all layers then see all of it."""
+    """With disable_sliding_window, end the context at the narrowest window, so that all layers see all of it."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -155,7 +155,7 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups`: only layers with their own KV blocks. `kv_source_layers`: the layer that each layer reads, or None."""
+    """`groups`: of layers with their own KV blocks. `kv_source_layers`: the layer that each layer reads, or None."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -181,7 +181,7 @@ def _assign_layers_to_groups(
         first_group_by_window[window] = len(windows)
         windows += [window] * -(-count // layers_per_block)
     group_of_layer, layer_index_in_block = [], []
-    for window in effective_windows:  # round-robin: pipeline stages get equally many layers of each group
+    for window in effective_windows:  # round-robin, so that pipeline stages get the same number of layers of each group
         num_groups = -(-layers_by_window[window] // layers_per_block)
         group_of_layer.append(first_group_by_window[window] + num_assigned[window] % num_groups)
         layer_index_in_block.append(num_assigned[window] // num_groups)
@@ -205,7 +205,7 @@ class KVBlockNeeds:
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Sum over groups, without the first `cached_blocks`."""
+        """In all groups, without the first `cached_blocks`."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
@@ -223,5 +223,4 @@ class KVBlockNeeds:
         return min(low * self.block_size, max_tokens)
 
     def first_visible_block(self, window: int, position: int) -> int:
-        """First block that the token at `position` sees."""
         return max(position - window + 1, 0) // self.block_size

@@ -62,7 +62,7 @@ _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
-    """Return a model's folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
+    """Return the folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
     download, except for GGUF models. Raises ModelError.
     """
     path = _local_path(name)
@@ -169,7 +169,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[str, Any] | None:
-    """With what ModelOpt writes beside it. None if there is no such file. Raises ModelError."""
+    """Merged with ModelOpt's file. None if there is no such file. Raises ModelError."""
     content = files.read_json_file(file_name)
     if content is None or files.folder is None:
         return content
@@ -177,13 +177,13 @@ def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[
 
 
 def check_config_fields(raw: dict[str, Any], label: str) -> None:
-    """Raise ModelError naming a field that cannot be planned with."""
+    """Raises ModelError naming a field that cannot be planned with."""
     with use_file_names_in_errors(file_field_names(raw)):
         convert_parsed_json(parse_text_config(raw, label), PlanConfigFields, label)
 
 
 def _make_temp_dir() -> Path:
-    """Deleted at exit: it is read repeatedly."""
+    """Deleted at exit, because it is read repeatedly."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -224,7 +224,7 @@ def _read_family_config(files: ModelFiles, content: dict[str, Any], label: str) 
 
 
 def _read_transformers_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
-    """Unless `forced`, raises ModelError for a class known not to work."""
+    """Unless `forced`, raises ModelError for a class that is known not to work."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
     if not forced and (reason := explain_unsupported_family(content)) is not None:

@@ -1,7 +1,7 @@
 """Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024). No torch.
 
-Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), a layer 0 below `mtp.` (Qwen),
-and several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
+Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), layer 0 below `mtp.` (Qwen), and
+several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
 DeepSeek's names in layer 0.
 """
 
@@ -21,7 +21,7 @@ from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-"""Not used by checkpoints that store the MTP layer after the model's last."""
+"""Unused by checkpoints that store the MTP layer after the model's last."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -54,7 +54,7 @@ class MTPTensorNames:
     has_mtp_prefix: bool
     """Names start with MTP_PREFIX; otherwise the layer's index is num_main_layers."""
     num_sublayers: int = 1
-    """Stored layers that form the layer."""
+    """Stored layers that together form the MTP layer."""
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
         """None for other tensors and for copies of the model's. GGUF names refer to layer 0."""
@@ -83,7 +83,7 @@ class MTPTensorNames:
 
 
 def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
-    """`path` is a folder or GGUF file. Raises ModelError without MTP layers."""
+    """`path`: folder or GGUF file. Raises ModelError without MTP layers."""
     names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf_header(path).tensors
     if mtp_tensors := [name for name in names if name.startswith(MTP_PREFIX)]:
         output_norms = [
@@ -112,7 +112,7 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """The filter takes stored names. It is true for the text model's tensors, without MTP layers."""
+    """The filter accepts stored names of the text model's tensors, without MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 

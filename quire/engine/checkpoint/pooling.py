@@ -1,6 +1,6 @@
-"""How a model makes vectors: sentence-transformers' modules
-(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch: the server
-reads it too.
+"""How a model computes vectors: sentence-transformers' modules
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch, as the
+server reads it too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PoolingConfig:
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Tokens that the model was trained for; None if unknown."""
+    """Tokens that the model was trained for, if known."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts to prepend."""
     default_prompt_name: str | None = None
@@ -124,7 +124,7 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """Unless "auto", `pooling_type` overrides the files. By default decoders pool the last token, encoders the mean,
+    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, encoders the mean,
     normalized. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
@@ -193,8 +193,8 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """A generative model embeds only if files or settings define pooling: hidden states mean little otherwise (any two
-    texts score 0.99). Raises ConfigError for an impossible runner.
+    """A generative model embeds only if files or settings define pooling, as its hidden states mean little otherwise
+    (any two texts score 0.99). Raises ConfigError for an impossible runner.
     """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner
     if runner == "generate" and not has_head:

@@ -26,7 +26,7 @@ _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
 _DOT = re.compile(r"\.")
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
-"""ModelOpt's, beside config.json."""
+"""ModelOpt's, next to config.json."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 """Inputs per scale."""
 _UNNEEDED_SCALES = re.compile(
@@ -46,22 +46,22 @@ class WeightFormat:
     zero_point_offset: int = 0
     """Added to stored zero points: GPTQ's first version stores one less."""
     is_symmetric: bool = True
-    """True: there are no zero points."""
+    """There are no zero points."""
     scale_strategy: str = "channel"
-    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups, with one
-    more scale.
+    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups with one more
+    scale.
     """
     block_shape: tuple[int, int] = (0, 0)
     """(outputs, inputs), for strategy block."""
     scale_name: str = "weight_scale"
     has_exponent_scales: bool = False
-    """True: an 8-bit float's scales are powers of two, stored as exponents (e8m0)."""
+    """Scales of 8-bit floats are powers of two, stored as exponents (e8m0)."""
     is_modelopt: bool = False
-    """True: ModelOpt's tensor names, and NVFP4's global scale is a factor. False: it is a divisor."""
+    """Tensors have ModelOpt's names, and NVFP4's global scale is a factor. Otherwise it is a divisor."""
 
     @property
     def stored_bits(self) -> float:
-        """Per weight, with the scales and zero points of groups."""
+        """Per weight, with scales and zero points of groups."""
         if self.group_size < 1:
             return self.bits
         if self.kind == "float4" or self.has_exponent_scales:
@@ -101,8 +101,8 @@ class ModulePatterns:
         return self._count
 
     def matches(self, linear: str) -> bool:
-        """A regular expression matches the checkpoint's name from its start. A wildcard matches all of the name, a
-        plain name parts between dots, both without the text model's prefix.
+        """A regular expression matches the checkpoint's name from its start. A wildcard matches the whole name, a plain
+        name its parts between dots, both without the text model's prefix.
         """
         if any(expression.match(linear) for expression in self._expressions):
             return True
@@ -129,12 +129,12 @@ class WeightFormatRules:
 
     @property
     def trusts_stored_dtypes(self) -> bool:
-        """True: a weight of 16 or 32 bits is unquantized even if no pattern says so, as before ModelOpt 0.39."""
+        """A weight of 16 or 32 bits is unquantized even if no pattern says so, as before ModelOpt 0.39."""
         return self.method == "modelopt"
 
     @property
     def mean_stored_bits(self) -> float:
-        """Of quantized weights; 0 without any. Assumes linears of one size."""
+        """Of quantized weights; 0 if there are none. Assumes linears of equal size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)
@@ -178,7 +178,7 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
     """`content`: of config.json. ModelOpt describes weights there, in hf_quant_config.json, or in both; config.json
-    wins. It also exports unquantized models. Other methods stay. Raises ModelError.
+    wins. It also exports unquantized models. Other methods stay unchanged. Raises ModelError.
     """
     stored = content.get("quantization_config") or {}
     if not isinstance(stored, dict):
@@ -199,13 +199,12 @@ def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str,
         merged |= source
     if not any(merged.get(name) for name in ("quant_algo", "kv_cache_quant_algo", "kv_cache_scheme")):
         return {name: value for name, value in content.items() if name != "quantization_config"}
-    # They repeat quant_algo and quantized_layers.
+    # These repeat quant_algo and quantized_layers.
     merged = {name: value for name, value in merged.items() if name not in ("quantization", "config_groups")}
     return content | {"quantization_config": merged | {"quant_method": "modelopt"}}
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
-    """None if supported."""
     if config and is_encoder:
         return "Quire does not serve quantized weights of an encoder"
     if not config or config.get("quant_method") == "gguf":
@@ -265,7 +264,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """gpt-oss' experts only, named as in engine/worker/loading/stacked_experts.py."""
+    """Only gpt-oss' experts, named as in engine/worker/loading/stacked_experts.py."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 

@@ -44,7 +44,7 @@ _VISION_NAME_PARTS = (
     "image_newline",
 )
 ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Includes GGUF's and Granite's names."""
+"""Also GGUF's and Granite's names."""
 LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -61,7 +61,7 @@ class _TensorEntry(msgspec.Struct):
 
 class TensorHeader(NamedTuple):
     dtype: str
-    """safetensors' name."""
+    """As safetensors names it."""
     shape: tuple[int, ...]
 
 
@@ -69,7 +69,7 @@ class CheckpointSize(NamedTuple):
     num_floats: int
     """Elements of 16 bits or more, loaded in the served dtype."""
     packed_bytes: int
-    """Packed integers and 8-bit floats, loaded as they are."""
+    """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
     """Bits per element of a quantized embedding, which may be the tied head."""
 
@@ -86,7 +86,7 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Without prefixes that only some files have; None for other tensors."""
+    """Name without prefixes that only some files have; None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -151,7 +151,7 @@ def read_checkpoint_size(
 def read_tensor_headers(
     path: Path, map_name: Callable[[str], str | None] = text_tensor_name
 ) -> dict[str, TensorHeader]:
-    """`map_name` returns None to skip a tensor. Raises ModelError."""
+    """`map_name`: returns None to skip a tensor. Raises ModelError."""
     headers = {}
     for shard in find_weight_files(path):
         for stored_name, tensor in (_read_shard_header(shard) or {}).items():
@@ -169,7 +169,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
 
 
 def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
-    """Return dtype, begin and end in the file. Raises ModelError."""
+    """Dtype, begin and end in the file, by name. Raises ModelError."""
     tensors = _read_shard_header(file) or {}
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
@@ -180,7 +180,6 @@ def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
 def _read_gguf_size(
     path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
 ) -> CheckpointSize:
-    """Quantized tensors stay as stored."""
     floats = packed_bytes = 0
     tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
     for name, tensor in tensors.items():
@@ -241,7 +240,7 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """Raise ModelError for overlapping tensors, like the safetensors library."""
+    """Raises ModelError for overlapping tensors, as the safetensors library does."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

@@ -29,7 +29,7 @@ _NESTED_CONFIG_SUFFIX = "_config"
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """With hf_overrides, return a folder of links with a changed config.json, shared by all processes. Raises
+    """With hf_overrides, return a folder of links with a changed config.json, which all processes share. Raises
     ModelError, and ConfigError without config.json.
     """
     path = resolve_model(config.model, config.revision)
@@ -62,7 +62,7 @@ def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any]
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested configurations are merged, other values replaced."""
+    """Merges nested configurations, replaces other values."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
@@ -107,7 +107,6 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
 
 
 def _read_folder_defaults(folder: Path) -> dict[str, float]:
-    """Raises ConfigError."""
     try:
         content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:

@@ -63,7 +63,7 @@ _LITERAL_OPCODES = {
 
 class PickledTensor(NamedTuple):
     dtype: str
-    """safetensors' name."""
+    """As safetensors names it."""
     shape: tuple[int, ...]
     nbytes: int
     """0 if another tensor has the same storage."""
@@ -111,7 +111,7 @@ def _compute_tensor_sizes(tensors: dict[str, _RebuiltTensor]) -> dict[str, Pickl
 
 
 def _interpret_file(file: IO[bytes]) -> Any:
-    """Accepts a zip archive, or PyTorch's format before 1.6, where the fourth pickle counts."""
+    """Accepts a zip archive, or PyTorch's format before 1.6, whose fourth pickle counts."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             info = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
@@ -125,7 +125,7 @@ def _interpret_file(file: IO[bytes]) -> Any:
 
 
 class _PickleStack:
-    """Tracks marks: no instruction scans the stack."""
+    """Tracks marks, so that no instruction scans the stack."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -221,7 +221,7 @@ def _require_string(value: Any) -> str:
 
 
 def _parse_storage(persistent_id: Any) -> _StorageRef:
-    """("storage", kind, key, device, count)"""
+    """persistent_id: ("storage", kind, key, device, count)."""
     kind = persistent_id[1].dotted_name.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
     if persistent_id[0] != "storage" or kind not in {*_STORAGE_DTYPES, "Untyped"}:
         raise ValueError(f"it holds a storage of {persistent_id[1].dotted_name[:60]!r}, which is not known")

@@ -83,7 +83,7 @@ def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> b
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Return parameters, cached values per token, their formula, and query heads times head size; all per layer."""
+    """Per layer: parameters, cached values per token, their formula, and query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -128,8 +128,8 @@ def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
 
 
 def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> tuple[int, int, int, int, int]:
-    """Return parameters of a dense MLP, an expert, the router per expert, and shared experts; and the number of layers
-    with experts.
+    """Parameters of a dense MLP, an expert, the router per expert, and shared experts; number of layers with
+    experts.
     """
     kind = text_fields.get("model_type")
     linears = 2 if kind in _UNGATED_MLP_TYPES else 3
@@ -149,7 +149,6 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
 
 
 def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
-    """Raises ModelError."""
     if text_fields.get(key) is None:
         raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
     return int(text_fields[key])

@@ -41,14 +41,14 @@ class ModelSizes(DecoderSizes):
     quantization: str | None
     """Method; None if unquantized."""
     bits_per_weight: float
-    """Includes scales; 0 if unquantized."""
+    """With scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
-    """Empty for supported models."""
+    """Empty if supported."""
     notes: tuple[str, ...]
     tower_parameters: int
-    """Image tower and connector, which `num_parameters` excludes."""
+    """Of image tower and connector; not in `num_parameters`."""
     tower_linear_parameters: int
-    """Parameters that can be quantized."""
+    """Of these, parameters that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
         """`quantization` at load applies only to linears."""
@@ -68,7 +68,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def num_caching_layers(self) -> int:
-        """Excludes layers that read another layer's KV blocks."""
+        """Without layers that read another layer's KV blocks."""
         return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
 
     @property
@@ -81,7 +81,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def conv_values_per_token(self) -> int:
-        """Stored in the model's dtype."""
+        """In the model's dtype."""
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
@@ -119,7 +119,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """Fields must already be checked. Raises ModelError naming a missing size, and for non-decoders."""
+    """Fields must be checked before. Raises ModelError naming a missing size, and for models that are not decoders."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
@@ -157,7 +157,6 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """None without a family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
@@ -185,7 +184,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """Return method and bits per weight, scales included; (None, 0) if unquantized."""
+    """Method and bits per weight with scales; (None, 0) if unquantized."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0
@@ -205,7 +204,6 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
 
 
 def _mean_stored_bits(settings: Mapping[str, Any]) -> float | None:
-    """None for unsupported settings."""
     try:
         return parse_quantization_config(settings).mean_stored_bits  # type: ignore[arg-type]
     except ModelError:
