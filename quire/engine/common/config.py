@@ -295,7 +295,7 @@ class EngineConfig(BaseModel):
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """quant_method of config.json; None: any."""
+        """In config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
@@ -334,7 +334,7 @@ class EngineConfig(BaseModel):
 
     @property
     def max_running_requests(self) -> int:
-        """Total of all engines."""
+        """Of all engines."""
         return self.max_num_seqs * self.data_parallel_size
 
     @property
@@ -344,7 +344,7 @@ class EngineConfig(BaseModel):
     @field_validator("speculative_config", mode="before")
     @classmethod
     def parse_speculative_config(cls, value: object) -> object:
-        """Accept a method, or JSON text."""
+        """Accepts a method, or JSON text."""
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("{"):
@@ -357,7 +357,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_events_config", mode="before")
     @classmethod
     def parse_kv_events_config(cls, value: object) -> object:
-        """Accept JSON text."""
+        """Accepts JSON text."""
         if not isinstance(value, str):
             return value
         try:
@@ -392,7 +392,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accept bytes as in vLLM, 10000000000 or 10G: no machine has a million GiB."""
+        """Accepts bytes as in vLLM, 10000000000 or 10G: no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:

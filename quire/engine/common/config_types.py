@@ -9,7 +9,6 @@ from quire.engine.common.speculative_keys import IGNORED_VLLM_KEYS, UNSUPPORTED_
 
 
 def _parse_json_object(value: object) -> object:
-    """Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -70,9 +69,9 @@ class KVEventsConfig(BaseModel):
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
-    """None: zmq if enabled."""
+    """Default: zmq if enabled."""
     endpoint: str = Field("tcp://*:5557", pattern=_ZMQ_ENDPOINT)
-    """Whoever reaches it can read the prompts' token ids. Replicas use the next ports."""
+    """Everyone who reaches it can read the prompts' token ids. Replicas use the next ports."""
     replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
     buffer_steps: int = Field(10_000, ge=1)
     """Batches kept for replay."""
@@ -98,7 +97,7 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """The next ports, as in vLLM."""
+    """Replicas use the next ports, as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -114,7 +113,7 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """ngram searches the request's own tokens, suffix also recent answers with the same cache salt. grammar drafts what
-    a grammar forces; the others do so too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
+    a grammar forces, as all methods do. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
     uses a layer of the served checkpoint, and has vLLM's names per family as aliases.
     """
     model: str | None = None
@@ -126,12 +125,12 @@ class SpeculativeConfig(BaseModel):
     lookup: LookupMethod | None = None
     """Continues drafts of a model or heads, and replaces them where its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
-    """By which `lookup` makes the maximum of draft tokens larger; default: DEFAULT_LOOKUP_TOKENS."""
+    """Draft tokens that `lookup` adds to the maximum; default: DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Also infers a missing method like vLLM."""
+        """Also infers a missing method, as vLLM does."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}

@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
-    """Clients see `str(error)`: it must contain no stack traces and no server paths."""
+    """Clients see `str(error)`, so it must not contain stack traces or server paths."""
 
     code: str | None = None
     """`code` of OpenAI's error object."""

@@ -22,15 +22,15 @@ class AdapterLoader(Protocol):
         """No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
-        """Slots whose load ended since the last call, with None or the reason of a failure."""
+        """Slots whose load ended since the last call, each with None or the reason of its failure."""
 
     def wait_for_any_load(self, seconds: float) -> None:
-        """Returns after any load, or `seconds`."""
+        """Returns after any load, or after `seconds`."""
 
 
 class BlockMover(Protocol):
-    """Copies KV blocks between device and host. `read_block` and `write_block` return when the copy is done, and any
-    thread may call them.
+    """Copies KV blocks between device and host. `read_block` and `write_block` return when the copy is done. Both are
+    thread-safe.
     """
 
     block_bytes: int
@@ -42,14 +42,14 @@ class BlockMover(Protocol):
         """The engine's loop calls this before these blocks are written."""
 
     def read_block(self, block: int) -> memoryview:
-        """Content after the batches launched so far. No batch launched before this returns may write it."""
+        """Content after the batches launched so far. Launch no batch that writes the block before this returns."""
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
-        """No batch launched before this returns may use the block."""
+        """Launch no batch that uses the block before this returns."""
 
 
 RPC_METHODS = ("describe", "parameters")
-"""Callable by name, without arguments (RankWorker)."""
+"""Methods of RankWorker that can be called by name, without arguments."""
 CollectiveRPC = Callable[[bytes], list[bytes]]
 """Runs an `encode_call` on every rank; returns input for `decode_results`."""
 
@@ -88,7 +88,7 @@ class Executor(Protocol):
         """May be called before earlier results are read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing, in about a second at most; False: nothing is left."""
+        """Prepare one thing, in at most about a second. False if nothing is left."""
 
     def make_block_mover(self) -> BlockMover | None:
         """None without KV blocks."""
@@ -97,4 +97,4 @@ class Executor(Protocol):
         """Moves slots (Sublayer.slot_tensor_specs)."""
 
     def preload_grammar_compiler(self) -> None:
-        """Load in the background; otherwise the first grammar loads it."""
+        """Load in the background. Without this, the first grammar loads it."""

@@ -1,5 +1,5 @@
-"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module: one assignment
-then replaces it everywhere.
+"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module, so that one
+assignment replaces it everywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,5 @@ def token_hex(size: int) -> str:
 
 
 def uuid_hex() -> str:
-    """Version 4."""
     drawn = token_hex(16)
     return f"{drawn[:12]}4{drawn[13:16]}{'89ab'[int(drawn[16], 16) & 3]}{drawn[17:]}"

@@ -1,4 +1,4 @@
-"""A step's decisions and results, as structs that can be sent to other processes."""
+"""A step's decisions and results, which can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Images of the spans, each once."""
+    """Images of the spans, without repetition."""
     cache_salt: str = ""
     """Requests with the same salt share encoder outputs."""
 
@@ -37,7 +37,7 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
-    """The whole image's encoder_cost."""
+    """encoder_cost of the whole image."""
 
     @property
     def is_last(self) -> bool:
@@ -45,11 +45,10 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens start to start + num_tokens of a slot; the device holds their ids.
+    """Tokens `start` to `start + num_tokens` of a slot; the device holds their ids.
 
     `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
-    samples the token after the last one and writes it to the slot: a later step may compute it before the host knows
-    it.
+    samples the next token and writes it to the slot, so that a later step can compute it before the host knows it.
 
     `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at each
     position. The step returns sampled tokens up to and including the first that differs from its draft; the KV of later
@@ -65,9 +64,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """False for pooling, which happens in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
-    """A request may have only these, with `num_tokens` 0."""
+    """A request may have only these; `num_tokens` is then 0."""
     draft_sources: list[int] = []
-    """Indices in DRAFT_SOURCES, one per draft token, for statistics."""
+    """Index in DRAFT_SOURCES of each draft token, for statistics."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -75,10 +74,10 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     slot: int
     num_tokens: int
-    """Includes the token that the last step sampled."""
+    """With the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
-    """The head's own, for all tokens and drafts."""
+    """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -90,12 +89,11 @@ class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     num_tokens: int
     token_ids: list[int]
-    """Empty if in `new_request`."""
+    """Empty if `new_request` has them."""
     first_block: int
     block_ids: list[int]
     new_request: NewRequestData | None
     wants_draft: bool
-    """Draft a token after the last one."""
 
 
 class DraftToken(NamedTuple):
@@ -104,7 +102,7 @@ class DraftToken(NamedTuple):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies the first `num_tokens` tokens in every layer."""
+    """Copy the first `num_tokens` tokens in every layer."""
 
     source: int
     target: int
@@ -112,14 +110,14 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies recurrent states in every layer."""
+    """Copy recurrent states in every layer."""
 
     source: int
     target: int
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks loaded from a tier before the request's first step."""
+    """Blocks that were loaded from a tier before the request's first step."""
 
     request_id: str
     tier: str
@@ -135,20 +133,19 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """Done in order, before anything is computed."""
+    """In order, before anything is computed."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Loaded adapters' names, with the seconds that all requests waited for each."""
+    """Names of loaded adapters, and the seconds that requests waited for each."""
     freed_slots: list[int] = []
     """Since the previous step."""
     slot_copies: list[SlotCopy] = []
-    """Done in order, before anything is computed."""
+    """In order, before anything is computed."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
-        """Drops requests that have only encoder chunks."""
         rows = [row for row in self.scheduled_requests if row.num_tokens]
         return (
             self
@@ -158,14 +155,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def has_prefill(self) -> bool:
-        """False if all requests only decode one token and verify drafts."""
+        """False if requests only decode one token and verify drafts."""
         return any(
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )
 
     @property
     def new_request_ids(self) -> list[str]:
-        """New, or resumed after a preemption."""
+        """New, or resumed after preemption."""
         slots = {new_request.slot for new_request in self.new_requests}
         return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
 
@@ -181,9 +178,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """Per prompt token of the chunk: the next token's log probability."""
+    """Per prompt token of the chunk: log probability of the next token."""
     errors: dict[str, RequestFailure] = {}
-    """The requests end."""
+    """These requests end."""
     vectors: dict[str, bytes] = {}
-    """float32, little-endian, of pooling requests, which end."""
+    """For pooling requests, which end: float32, little-endian."""
     used_cuda_graph: bool = False

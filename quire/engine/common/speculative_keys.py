@@ -12,7 +12,7 @@ UNSUPPORTED_DRAFT_METHODS = (
     "gemma4_mtp_assistant",
     "extract_hidden_states",
 )
-"""vLLM's. No method changes answers, so the model is served without one."""
+"""Of vLLM. No method changes answers, so the model is served without one."""
 IGNORED_VLLM_KEYS = {
     "attention_backend",
     "moe_backend",
@@ -41,7 +41,7 @@ IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""Only affect the speed of drafting."""
+"""These affect only the speed of drafting."""
 
 
 def ignored_speculative_keys_reason(value: object) -> str:

@@ -54,13 +54,13 @@ class BlockPool:
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
-        """Gets the hashes of a block that is no longer found."""
+        """Called with the hashes of a block that is no longer found."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Gets blocks about to be reused, while their old content is intact."""
+        """Called with blocks about to be reused, while their old content is intact."""
 
     @property
     def num_free(self) -> int:
-        """Includes pinned blocks."""
+        """With pinned blocks."""
         return len(self._free) + len(self._free_pinned)
 
     @property
@@ -84,7 +84,7 @@ class BlockPool:
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
-        """Contents are undefined. The caller must check num_free."""
+        """Contents are undefined. Check num_free before."""
         assert count <= self.num_free, "allocation beyond the pool"
         if count > len(self._free):
             assert self.unpin_some is not None
@@ -148,7 +148,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> bool:
-        """Return False if another block has the hash; lookups then keep finding that block."""
+        """False if another block has the hash; lookups then keep finding that block."""
         assert self.ref_counts[block] > 0, "registering a block that has no owner"
         if digest in self._block_by_hash:
             return False

@@ -1,4 +1,4 @@
-"""The step that computes draft tokens verifies them, so drafters only change how many tokens it yields."""
+"""The step that computes draft tokens verifies them, so drafters change only how many tokens it yields."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KIND_DEFAULT = 0
 KIND_FORCED = -1
 """Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
-"""Forced text; the model's last token may be longer than the text's."""
+"""Forced text; the model's last token may extend beyond it."""
 NUM_PROBABILITY_BUCKETS = 10
 """Acceptance is tracked per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
-    """Empty: no token is worth a try."""
+    """Empty if no token is worth a try."""
 
     token_ids: list[int]
     kinds: Sequence[int] = ()
@@ -51,7 +51,7 @@ def draft_acceptance_kinds(draft: Draft) -> list[int]:
 
 
 def draft_sources(draft: Draft) -> list[int]:
-    """Indices in DRAFT_SOURCES, one per token."""
+    """Index in DRAFT_SOURCES of each token."""
     return [DRAFT_SOURCES.index(_source_of_kind(kind)) for kind in draft_acceptance_kinds(draft)]
 
 
@@ -86,11 +86,11 @@ class TokenwiseDrafter(ABC):
 
     @abstractmethod
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
-        """One token or none each; `draft_next_tokens` appends to them."""
+        """At most one token each, to which `draft_next_tokens` appends."""
 
     @abstractmethod
     def draft_next_tokens(self, indices: Sequence[int]) -> None:
-        """`indices`: ascending, among drafts extended by the last call."""
+        """`indices`: ascending, among drafts that the last call extended."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when it has finished."""

@@ -15,12 +15,12 @@ from quire.engine.core.stats import BlockTableView, EngineView, MemoryView, Phas
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
-"""Further requests are only counted."""
+"""Others are only counted."""
 MAX_LISTED_IMAGES = 32
 MAX_LISTED_BLOCKS = 1024
-"""Further blocks are only counted."""
+"""Others are only counted."""
 _MAX_TILE_GAP = 4
-"""Tile marks between two spans of one image."""
+"""Marks of tiles between two spans of one image."""
 EMPTY_BLOCK = 0
 CACHED_BLOCK = 1
 FIRST_OWNER = 2
@@ -120,7 +120,6 @@ def _request_phase(request: Request) -> Phase:
 
 
 def merge_views(views: Sequence[EngineView]) -> EngineView:
-    """`views` must not be empty."""
     requests: list[RequestView] = []
     block_codes = []
     for view in views:

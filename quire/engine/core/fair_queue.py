@@ -3,7 +3,7 @@
 Fairness uses virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's
 counter grows by its computed tokens divided by its weight, and the waiting tenant with the smallest goes next. A tenant
 that starts to wait is raised to the smallest waiting counter, so idle time earns no credit. Unlike the paper, Quire
-preempts: one tenant's long answers could hold all slots for minutes.
+preempts: one tenant's long answers could otherwise hold all slots for minutes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways send ever new names. Beyond this, the least served half of the idle tenants is forgotten: most would be
-raised to the smallest counter anyway.
+"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten: most would
+be raised to the smallest counter anyway.
 """
 OUTPUT_TOKEN_COST = 2
 """In prompt tokens; the paper's value."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
-"""Minimum per step while more urgent requests run or wait."""
+"""Per step, while more urgent requests run or wait."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""Steps stay short after an urgent request: the next one must not wait for a long step."""
+"""Steps stay short after an urgent request, so that the next one need not wait for a long step."""
 
 
 class TokenBudget:
-    """While urgent requests run or wait, the others together get as many tokens as the urgent ones generate, and at
-    least MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because a first token is awaited.
+    """While urgent requests run or wait, all others together get as many tokens as the urgent ones generate, and at
+    least MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because someone awaits their first token.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -59,12 +59,12 @@ class FairQueue:
         self._urgency = self._short_steps_left = 0
         self._served: dict[str, float] = {}
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        """By (priority, tenant), in sort-key order. Empty lists are removed."""
+        """By (priority, tenant), in sort-key order, without empty lists."""
         self._last_served = 0.0
         """Where a tenant's counter starts if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts cannot be cut, so steps cannot be short."""
+        """`whole_prompts`: prompts cannot be split, so steps cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -135,7 +135,7 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """0: the request needs no adapter."""
+        """0: no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
@@ -147,7 +147,9 @@ class FairQueue:
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Make requests with loaded adapters eligible. Return failed ones with reasons; the caller must remove them."""
+        """Make requests with loaded adapters eligible. Return failed requests with reasons; the caller must remove
+        them.
+        """
         return ()
 
     def wait_for_loads(self) -> None:

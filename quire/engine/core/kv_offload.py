@@ -37,13 +37,13 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if the request must wait for blocks beyond the device's `cached` ones. No queue holds it until
+        """True if the request must wait for blocks beyond the device's `cached` ones. No queue then holds it until
         `take_loaded_requests` returns it. The pool has free blocks for all its tokens.
         """
 
     @abstractmethod
     def take_loaded_requests(self) -> Sequence[Request]:
-        """Requests that need wait no longer."""
+        """Requests that need not wait any longer."""
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:
@@ -55,7 +55,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def take_load_records(self) -> list[BlockLoadRecord]:
-        """Blocks loaded since the last call."""
+        """Loads since the last call."""
 
     @abstractmethod
     def record_step_cost(self, tokens: int, seconds: float) -> None:

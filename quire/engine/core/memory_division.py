@@ -1,4 +1,4 @@
-"""Divides the memory of an engine's device by use, for the live view. No torch."""
+"""Divides an engine's device memory by use, for the live view. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 
 def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView | None:
-    """Divide the memory of this machine, or of the process's control group. None if the system does not report it."""
+    """Memory of this machine, or of the process's control group. None if the system does not report it."""
     total = total_host_bytes()
     if total is None or not resident_at_start:
         return None
@@ -39,7 +39,7 @@ def divide_host_memory(
     *, total: int, available: int, resident: int, resident_at_start: int, weights: int, kv: int
 ) -> MemoryView:
     """`resident`: bytes of the engine's process in RAM; `resident_at_start`: the same when the engine was ready, with
-    its weights. KV blocks are in RAM only once used, but never count as free.
+    its weights. KV blocks take RAM only once used, but never count as free.
     """
     others = min(max(total - available - resident, 0), total)
     weights = min(weights, total - others)

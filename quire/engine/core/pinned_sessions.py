@@ -1,9 +1,10 @@
 """Pins KV blocks of a paused conversation for its next turn. They count as free but are allocated last.
 
-A session id identifies a conversation, or else a prompt that continues an earlier request. Without an id, blocks are
-pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant with the
-most pinned blocks loses first, and of its conversations the one with the longest pause relative to earlier ones. With
-recurrent state, snapshots are pinned too. Without its last snapshot no request can start, so all blocks are unpinned.
+A session id identifies a conversation; without one, a prompt that continues an earlier request does. Without an id,
+blocks are pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the
+tenant with the most pinned blocks loses first, and of its conversations the one with the longest pause relative to
+earlier ones. With recurrent state, snapshots are pinned too. Without its last snapshot no request can start, so all
+blocks are unpinned.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAX_LISTED_RATIO = 4
 _EXTRA_UNPINNED = 64
 """Blocks unpinned in addition to those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
-"""Includes sessions without pinned blocks."""
+"""With sessions that have no pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +75,7 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """The key includes the tenant, because tenants may share blocks."""
+        """With the tenant, because tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, Session] = {}
@@ -216,7 +217,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """See BlockPool.unpin_some. Starts with the last blocks of the sessions least likely to continue."""
+        """Starts with the last blocks of the sessions least likely to continue. See BlockPool.unpin_some."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)

@@ -14,7 +14,7 @@ from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 class ScheduledChunk:
     num_tokens: int
     cost: int
-    """Includes encoder work."""
+    """With encoder work."""
     encoder_chunks: Sequence[EncoderChunk] = ()
 
     def __bool__(self) -> bool:
@@ -57,7 +57,7 @@ class Request:
         self.priority_key = (engine_request.priority, *self.sort_key)
         """Orders running requests, smallest first."""
         self.max_output_tokens = limit
-        """0 for a pooling request."""
+        """0 for pooling."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
         self.status = RequestStatus.WAITING
@@ -65,11 +65,11 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """See BlockTables for the layout."""
+        """See BlockTables."""
         self.num_trimmed_tokens = 0
         """Blocks outside this position's window are freed."""
         self.num_sent_blocks = 0
-        """Blocks known to the device."""
+        """Blocks that the device knows."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
         """Tokens up to the last state snapshot taken or restored."""
@@ -94,7 +94,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """`place` may be a user's, and raise or return a non-number."""
+        """`place` may be a user's function, and raise or return something else than a number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -161,7 +161,6 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """0 unless this image is being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest

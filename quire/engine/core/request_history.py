@@ -1,5 +1,5 @@
-"""Timelines of requests and steps, kept by the client's process to outlive engines. Requests share step records, so a
-token costs one reference.
+"""Timelines of requests and steps, kept by the client's process so that they outlive engines. Requests share step
+records, so a token costs one reference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Phases only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change;
+"""Phases that only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change;
 waiting for the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
 """Later ones are only counted."""
 MAX_TOTAL_STEPS = 100_000
-"""About 500 bytes each at most. Beyond this, the oldest requests keep only their phases."""
+"""At most about 500 bytes each. Beyond this, the oldest requests keep only their phases."""
 
 
 def make_step_record(
@@ -92,15 +92,15 @@ class Timeline:
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)
-    """Draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
+    """Draft tokens, indexed like DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """0: no token yet."""
+    """0 before the first."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """They sum to the time until the end, or until `now`."""
+        """Their sum is the time until the end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
@@ -115,7 +115,7 @@ class Timeline:
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Marks never run backwards, though two processes read the clock."""
+        """Marks never run backwards, although two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -141,12 +141,12 @@ class RequestRecorder(Protocol):
     def record_submission(self, request: EngineCoreRequest) -> None: ...
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """`record` None: outputs of adding or aborting requests."""
+        """`record`: None for outputs of adding or aborting requests."""
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """Requests `ids` (None: all) wait for another engine, or end if `for_good`."""
+        """Requests `ids` (default: all) wait for another engine, or end if `for_good`."""
 
     def end_request(self, request_id: str, reason: str) -> None:
         """Ignores requests that are not open."""
@@ -161,7 +161,7 @@ class RequestHistory:
         self.listeners: list[Callable[[StepEntry], None]] = []
         self.end_listeners: list[Callable[[Timeline], None]] = []
         self.token_gap_listeners: list[Callable[[float], None]] = []
-        """Called with seconds between a request's tokens."""
+        """Called with the seconds between a request's tokens."""
         self.counts_steps = True
         """StepEntry.is_counted of the next steps."""
         self._open_timelines: dict[str, Timeline] = {}

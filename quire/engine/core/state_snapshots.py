@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states too large to keep for every block. To start after a cached block, a request needs a
+"""Snapshots of recurrent states too large to keep for every block. A request can start after a cached block only with a
 snapshot taken there. A snapshot is a slot without a request; slots are copied to save and restore.
 """
 
@@ -23,8 +23,6 @@ class SnapshotConfig(NamedTuple):
 
 
 class SnapshotPosition(NamedTuple):
-    """A snapshot after the first `num_blocks` blocks."""
-
     snapshot_id: int
     num_blocks: int
 
@@ -32,7 +30,7 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """Hash of the block it follows."""
+    """Of the block that the snapshot follows."""
     slot: int
 
 
@@ -40,9 +38,7 @@ class StateSnapshots(ABC):
     interval_tokens: int
     """Snapshots are also taken at prompt ends."""
     is_required: bool
-    """A request needs a snapshot to start after a cached block."""
     pool: BlockPool | None
-    """None if nothing can be pinned."""
 
     @abstractmethod
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
@@ -50,7 +46,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def publish_snapshots(self) -> None:
-        """Make snapshots of earlier steps usable when a step is scheduled."""
+        """Make snapshots of earlier steps usable; called when a step is scheduled."""
 
     @abstractmethod
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
@@ -70,7 +66,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
+        """In order, before the step being scheduled."""
 
     @abstractmethod
     def clear_snapshots(self) -> None:
@@ -78,23 +74,23 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """The callback gets ~slot of slots about to be overwritten."""
+        """The callback receives ~slot of slots about to be overwritten."""
 
     @abstractmethod
     def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if a snapshot follows the block or none is required."""
+        """True if a snapshot follows the block, or none is required."""
 
     @abstractmethod
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """(~slot, block hash) of a request's snapshots."""
+        """(~slot, block hash) of each."""
 
     @abstractmethod
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The last snapshot, and the last within the prompt: a template may later render the answer differently."""
+        """The last snapshot, and the last within the prompt, as a template may later render the answer differently."""
 
     @abstractmethod
     def reserve_slot_for_load(self) -> int | None:
-        """Until `finish_load`. None: no slot is free now."""
+        """Until `finish_load`. None if no slot is free now."""
 
     @abstractmethod
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
@@ -153,7 +149,7 @@ class NullStateSnapshots(StateSnapshots):
 
 class PooledStateSnapshots(StateSnapshots):
     """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
-    Evicts snapshots without a cached block, then the least recently used.
+    Evicts snapshots without a cached block first, then the least recently used.
     """
 
     is_required = True
@@ -169,7 +165,7 @@ class PooledStateSnapshots(StateSnapshots):
         self._snapshot_hashes: dict[int, bytes] = {}
         self._slot_copies: list[SlotCopy] = []
         self._pending: list[_PendingSnapshot] = []
-        """The last scheduled step must compute them first."""
+        """The last scheduled step must compute these first."""
 
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
@@ -230,7 +226,7 @@ class PooledStateSnapshots(StateSnapshots):
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Leaves out snapshots filled only when the next step begins."""
+        """Without snapshots that are only filled when the next step begins."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -280,7 +276,7 @@ class PooledStateSnapshots(StateSnapshots):
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """The prompt's last token must be computed. None: too few tokens precede the block end."""
+        """None if too few tokens precede the block end. The prompt's last token must be computed."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

@@ -28,7 +28,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """The tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
-        """Add the counters of earlier engines; gauges stay."""
+        """Adds the counters of earlier engines; gauges stay."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -40,16 +40,16 @@ class _Counters(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
-    """Steps that a CUDA graph computed."""
+    """By a CUDA graph."""
     captured_prompt_steps: int = 0
-    """Captured steps with prefill."""
+    """Those with prefill."""
     drafts: int = 0
-    """Verified drafts; each has several tokens."""
+    """Verified; each has several tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
-    """Indexed by position in the draft."""
+    """By position in the draft."""
     draft_tokens_by_source: list[int] = []
-    """Indexed as DRAFT_SOURCES; empty before the first draft."""
+    """Indexed like DRAFT_SOURCES; empty before the first draft."""
     accepted_by_source: list[int] = []
     prefix_queries: int = 0
     """Prompt tokens looked up."""
@@ -85,7 +85,8 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     cache_tokens: int = 0
     """KV cache capacity; constant."""
     experts_read: int = 0
-    """First rank only, with weights on disk. See OffloadCounts in quire/kernels/streaming/weight_offloader.py."""
+    """Only on the first rank, with weights on disk. See OffloadCounts in quire/kernels/streaming/weight_offloader.py.
+    """
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -111,7 +112,7 @@ def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def count_sources(sources: Sequence[int]) -> list[int]:
-    """Of draft tokens, indexed as DRAFT_SOURCES."""
+    """Per index in DRAFT_SOURCES."""
     return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
@@ -143,7 +144,7 @@ _COUNTER_VECTORS = ("accepted_drafts", "draft_tokens_by_source", "accepted_by_so
 
 
 class LiveCounters(_Counters):
-    """Lists are replaced, never changed: EngineStats keeps them."""
+    """Lists are replaced, never changed, because EngineStats keeps them."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -153,7 +154,6 @@ class LiveCounters(_Counters):
         self.captured_prompt_steps += has_prefill
 
     def count_drafts(self, sources: Sequence[int], accepted: int) -> None:
-        """`sources`: of the draft's tokens, indices in DRAFT_SOURCES."""
         self.drafts += 1
         self.draft_tokens += len(sources)
         self.accepted_drafts = add_counts(self.accepted_drafts, [place < accepted for place in range(len(sources))])
@@ -168,10 +168,10 @@ class RequestView(msgspec.Struct, frozen=True):
     cached_tokens: int
     """Prefix cache hits at admission."""
     computed_tokens: int
-    """Includes the step in flight."""
+    """With the step in flight."""
     output_tokens: int
     limit: int
-    """Maximum output tokens."""
+    """Of output tokens."""
     blocks: int
     shared_blocks: int
     priority: int
@@ -182,29 +182,28 @@ class RequestView(msgspec.Struct, frozen=True):
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """KV cache groups. The table interleaves one block of each per `block_size` tokens."""
+    """KV cache groups; the table interleaves one block of each per `block_size` tokens."""
     computed_tokens: int
     num_blocks: int
-    """Entries of the whole table."""
+    """In the whole table."""
     block_ids: list[int]
-    """At most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
     ref_counts: list[int]
     cached: list[bool]
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """Bytes of one engine's device. The other fields add up to `total`."""
+    """Bytes of one engine's device, `total` being the sum of the other fields."""
 
     total: int
     weights: int
     kv: int
     """KV blocks and recurrent states."""
     activations: int
-    """On a GPU, the rest of PyTorch's allocator; on the host, the process's growth since it was ready, without KV
+    """On a GPU, the rest of PyTorch's allocator. On the host, the process's growth since it was ready, without KV
     blocks.
     """
     runtime: int
-    """On a GPU, CUDA's own memory and other programs; on the host, Python and libraries."""
+    """On a GPU, CUDA's own memory and other programs. On the host, Python and libraries."""
     others: int
     """Other programs, on the host."""
     free: int
@@ -223,7 +222,7 @@ class EngineView(msgspec.Struct, frozen=True):
     seconds: float
     """Time to make this view."""
     memory: list[MemoryView] = []
-    """One per engine; empty if it cannot be measured."""
+    """One per engine; empty if unknown."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -232,7 +231,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     number: int
-    """Step number, starting at 1."""
+    """From 1."""
     began_at: float
     scheduled_at: float
     computed_at: float
@@ -257,7 +256,6 @@ _SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_b
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """`stats` must not be empty."""
     summed_stats = reduce(lambda all_before, each: each.add_earlier(all_before), stats)
     tier_sizes = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
     tiers = [

@@ -32,7 +32,7 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """Free blocks needed to compute all tokens after `cached`. Blocks that leave a window are freed and reused."""
+        """To compute all tokens after `cached`. Blocks that leave a window are freed and reused."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -71,7 +71,7 @@ class BlockTables:
         request.block_ids = []
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
-        """Longest cached prefix; NULL_BLOCK stands for blocks outside the next token's window."""
+        """Longest cached prefix, with NULL_BLOCK for blocks outside the next token's window."""
         tables: list[list[int]] = [[] for _ in self.needs.windows]
         for group in self._full_groups:
             tables[group] = self.pool.get_cached_prefix(block_hash_with_group_id(digest, group) for digest in digests)
@@ -88,7 +88,7 @@ class BlockTables:
         return [block for row in zip(*(table[: len(digests)] for table in tables), strict=True) for block in row]
 
     def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
-        """Search backwards: the prefix ends before a missing block."""
+        """Searches backwards: the prefix ends before a missing block."""
         count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
         while index >= self.needs.first_visible_block(window, count * self._block_size):

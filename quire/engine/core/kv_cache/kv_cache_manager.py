@@ -1,4 +1,4 @@
-"""The KV cache of all requests, after vLLM's class of this name. Differences:
+"""The KV cache of all requests, like vLLM's class of this name, except:
 
 - Groups share one interleaved table, Request.block_ids.
 - `get_computed_blocks` takes no references, because blocks may first be loaded from a tier. `use_computed_blocks` then
@@ -57,7 +57,7 @@ class KVCacheManager:
         self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """See BlockTables.find_cached_blocks. Excludes the last token, which must be computed."""
+        """See BlockTables.find_cached_blocks. Without the last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         num_found = len(blocks) // self._block_tables.num_groups
@@ -75,7 +75,7 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
-        """Return the partial block copies that the request needs."""
+        """Return the copies of partial blocks that the request needs."""
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
@@ -119,7 +119,7 @@ class KVCacheManager:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
+        """In order, before the step being scheduled."""
         return self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:

@@ -10,7 +10,7 @@ _DIGEST_BYTES = 16
 
 
 class PrefixCacheEvents:
-    """Blocks that the prefix cache stored and removed since the last `take`, in order."""
+    """Blocks that the prefix cache stored and removed since the last `drain_events`, in order."""
 
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
