@@ -71,7 +71,7 @@ def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
 
 
 def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Newer files store separate sizes for cached keys and values and for the heads' keys and values."""
+    """Newer files have separate sizes for cached keys and values and for the heads' keys and values."""
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
     value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")
@@ -88,7 +88,7 @@ def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> d
 
 
 def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The file's multiplier gives mscale_all_dim. mscale equals it in published models."""
+    """mscale_all_dim follows from the file's multiplier; mscale equals it in published models."""
     growth = metadata.float("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or not growth:
         return rope

@@ -50,7 +50,7 @@ def _qk_norms(config: ModelConfig) -> list[str | None]:
 
 
 def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
-    """Per layer. Only layers without RoPE scale queries."""
+    """Only layers without RoPE scale queries."""
     raw = config.raw
     scale = raw.get("attn_scale")
     scaling = None

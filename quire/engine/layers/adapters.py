@@ -27,7 +27,7 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
-    """Results of pack_one_adapter, keyed by linear index."""
+    """Results of pack_one_adapter, by linear index."""
     embedding: tuple[Tensor, Tensor] | None
     """[vocab, rank] and [hidden, rank]."""
 
@@ -40,12 +40,11 @@ class _TargetModuleLocation:
 
 
 class AdapterManager:
-    """Any thread may pack adapters; put them into slots between steps."""
+    """Any thread may pack adapters. Put them into slots between steps."""
 
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Slots are numbered from 1."""
         self.absent_module_prefixes: tuple[str, ...] = ()
         self._backend = backend
         self._num_slots = num_slots
@@ -71,7 +70,7 @@ class AdapterManager:
 
     @property
     def supports_embeddings(self) -> bool:
-        """Embedding deltas wait for the host, which GPU steps must not."""
+        """Embedding deltas wait for the host, which GPU steps must not do."""
         return self._device.type == "cpu"
 
     def pack_adapter(self, modules: Mapping[str, LoRALayerWeights]) -> PackedAdapter:
@@ -102,7 +101,7 @@ class AdapterManager:
             self._embeddings[slot] = adapter.embedding
 
     def add_embedding_deltas(self, x: Tensor, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """Row by row: a row's bits depend on nothing else."""
+        """Row by row, so that a row's bits depend on nothing else."""
         if context.adapter_slots is None or not self._embeddings:
             return x
         for row, slot in enumerate(context.adapter_slots.tolist()):

@@ -25,7 +25,7 @@ class Embedding:
         embeds_tokens: bool = True,
         scale: float,
     ) -> None:
-        """`tied`: also the LM head. `embeds_tokens`: False for a head alone."""
+        """`tied`: it is also the LM head. `embeds_tokens`: False for a head alone."""
         self._shard = build_context.shard
         self._vocab_size, self._hidden_size = shapes.rows_and_columns(EMBED_TOKENS)
         self._cut = build_context.shard.output_slice(self._vocab_size)
@@ -70,7 +70,7 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
-        """float32, of this rank's vocabulary."""
+        """float32, for this rank's vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 

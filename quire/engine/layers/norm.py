@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016) weights."""
+"""float32 weights of RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
-    """float32."""
-
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
         """`names`: sizes by checkpoint name."""
         self._sizes_by_name = names
@@ -51,7 +49,7 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the norm to 8 bits if `linears`, its only readers, take that. `parallel`: (norm(residual),
+        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. `parallel`: (norm(residual),
         residual).
         """
         if parallel:
@@ -99,7 +97,7 @@ class NormWeights:
 
 
 class LayerNormWeights:
-    """float32; the bias is zero if the model has none."""
+    """The bias is zero if the model has none."""
 
     def __init__(self, name: str, size: int, *, bias: bool) -> None:
         self._name, self._size = name, size

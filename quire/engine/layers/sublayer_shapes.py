@@ -72,7 +72,7 @@ class SublayerShapes:
         )
 
     def make_norms(self, names: Iterable[str], norm: NormSpec) -> NormWeights:
-        """Skips names that the sublayer lacks."""
+        """Ignores names that the sublayer lacks."""
         sizes = self.output_sizes(name for name in names if name in self)
         return NormWeights(sizes, self._build_context.dtype, norm)
 
@@ -84,7 +84,7 @@ class SublayerShapes:
         slice_tensor: Callable[[Tensor], Tensor] = identity,
         transform: Callable[[Tensor], Tensor] = identity,
     ) -> ParameterTable:
-        """float32; skips missing names. `slice_tensor` comes before `transform`."""
+        """float32; ignores missing names. `slice_tensor` comes before `transform`."""
         shapes = {name: self._shapes.get(f"{prefix}.{name}") for name in names}
         return {
             f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, transform, slice_tensor)

@@ -13,7 +13,7 @@ class EncoderFamily(ModelFamily):
     build_spec: Callable[[ModelConfig], EncoderSpec]
     """Raises ModelError for unsupported models."""
     reads_classifier_pooling: bool = False
-    """If classifier_pooling says so, classifiers pool the mean of all tokens."""
+    """Classifiers pool the mean of all tokens if classifier_pooling says so."""
     embedding_size: Callable[[ModelConfig], int] | None = None
     """Size of a dual encoder's vectors."""
     outer_fields: tuple[str, ...] = ()

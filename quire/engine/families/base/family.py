@@ -30,21 +30,21 @@ class ModelFamily:
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values for missing fields if null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
-    """Called after defaults are set and before validation: values may have any type."""
+    """Runs after defaults and before validation, so values may have any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that text_config may omit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFamily(ModelFamily):
-    """Omitted fields are like Llama's."""
+    """Omitted fields are as in Llama."""
 
     other_layer_types: tuple[str, ...] = ()
     """Types besides full and sliding attention."""
     has_partial_rotary: bool = False
-    """True if transformers' class reads partial_rotary_factor."""
+    """transformers' class reads partial_rotary_factor."""
     has_longrope: bool = False
-    """False: LongRoPE is refused."""
+    """If not, LongRoPE is refused."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that must not be set; values complete the error message."""
     check_config: Callable[[ModelConfig], None] | None = None
@@ -56,13 +56,13 @@ class DecoderFamily(ModelFamily):
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """None: the base's. Recurrent sublayers have their own norms."""
+    """Default: the base's. Recurrent sublayers have their own norms."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
-    """Per layer: replacement of attention; None keeps it."""
+    """Per layer: what replaces attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Replaces the MLP in layers with experts. Returns None for a model without experts."""
+    """Replaces the MLP in layers with experts. None for a model without experts."""
     decoder: SpecFields = field(default_factory=dict)
 
     # The checkpoint
@@ -78,7 +78,6 @@ class DecoderFamily(ModelFamily):
 
     @property
     def has_experts(self) -> bool:
-        """False for experts made by `build_base_spec`."""
         return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property
@@ -86,7 +85,7 @@ class DecoderFamily(ModelFamily):
         return (*_FULL_ATTENTION_TYPES, *self.other_layer_types)
 
     def decoder_spec(self, config: ModelConfig) -> DecoderSpec:
-        """Accepts configs of derived families too. Raises ModelError."""
+        """Also for configs of derived families. Raises ModelError."""
         for name, problem in self.unsupported_fields.items():
             if config.raw.get(name):
                 raise ModelError(f"model: config.json: {name} {problem}")

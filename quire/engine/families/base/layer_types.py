@@ -44,7 +44,7 @@ def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def unserved_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """For models without a family: uses max_window_layers if present."""
+    """For models without a family."""
     has_lower_layers = text_fields.get("max_window_layers") is not None
     return (upper_layer_windows if has_lower_layers else layer_windows)(text_fields, num_layers)
 
@@ -64,7 +64,7 @@ def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
 def hybrid_mixers_reader(
     read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Return a DecoderFamily.mixers that replaces attention in layers of `kinds`."""
+    """Replaces attention in layers of `kinds`. For DecoderFamily.mixers."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         mixer = read_sublayer(config, norm)
@@ -76,7 +76,7 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """Layers of `other_kinds` get None."""
+    """One value per attention layer; layers of `other_kinds` get None."""
 
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))

@@ -14,7 +14,7 @@ MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_he
 MLA_NORM_EPS = 1e-6
 """In all families, latent norms ignore rms_norm_eps."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""Older files' fields, replaced by qk_rope_head_dim."""
+"""Of older files; qk_rope_head_dim replaces them."""
 
 
 def mla_mixers_reader(

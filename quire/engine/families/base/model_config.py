@@ -23,11 +23,10 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's dtype."""
     rope: dict[str, Any]
     """rope_type, rope_theta, and the type's own keys."""
     raw: FamilyConfigFields
-    """Fields of their declared types, or None."""
+    """Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
     """Set by read_eos_token_ids; () before."""
     max_model_len: int | None = None

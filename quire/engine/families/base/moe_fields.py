@@ -13,7 +13,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Above real models' numbers, yet few enough to create without weights."""
+"""More than real models have, but few enough to create without weights."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
 """Raises ModelError."""
@@ -36,7 +36,7 @@ GROUPED_ROUTING: SpecFields = {
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
-    """`routing_fields` are Routing's. Raises ModelError."""
+    """`routing_fields`: of Routing. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
@@ -54,7 +54,7 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """True for layers with experts. Valid only for models with experts."""
+    """True for layers with experts. Only for models with experts."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:
@@ -77,7 +77,6 @@ def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
 
 
 def expert_intermediate_size(config: ModelConfig) -> int:
-    """Raises ModelError."""
     if (inner := config.raw.get("moe_intermediate_size")) is None:
         kind = config.model_type
         raise ModelError(f"model: config.json of a {kind!r} lacks moe_intermediate_size, needed to build its experts")
@@ -91,7 +90,7 @@ def mlp_intermediate_size(config: ModelConfig) -> int:
 def shared_expert_reader(
     name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
 ) -> ConfigReader:
-    """`size` defaults to shared_expert_width. Size 0 reads as None, unless `is_required`."""
+    """Returns None for size 0, unless `is_required`. Default size: shared_expert_width."""
 
     def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
         width = shared_expert_width(config.raw) if size is None else size(config)
@@ -127,7 +126,7 @@ def moe_reader(
 
 
 def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec], MoELayerSpec | None]:
-    """All layers of a small model may be dense."""
+    """None if all layers are dense, as in some small models."""
 
     def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
         return experts(config, norm) if any(moe_layer_mask(config.raw, config.num_layers)) else None

@@ -38,8 +38,8 @@ FEED_FORWARD_MODULES: LayerModules = {
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One tensor for all experts. By default, an expert is [inputs, outputs], with interleaved gate and up outputs, as
-    in gpt-oss.
+    """One tensor for all experts. By default an expert is [inputs, outputs] with interleaved gate and up outputs, as in
+    gpt-oss.
     """
 
     gate_up_halves: bool = False
@@ -55,7 +55,7 @@ class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers, without prefix, to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """To Llama's names. Rows of several names follow one another, head by head in GATED_QUERY_MODULES and with
+    """To Llama's names. Rows of several names follow each other, head by head in GATED_QUERY_MODULES and with
     `is_fused_by_kv_head`.
     """
     is_fused_by_kv_head: bool = False
@@ -73,7 +73,7 @@ class WeightNames:
     """None: each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
-        """Except for fused tensors, GGUF tensors have Llama's names."""
+        """GGUF tensors have Llama's names, except fused ones."""
         has_delta_net = any("linear_attn" in name for name in self.layer_modules)
         recurrent = {
             f"mamba.{name.rpartition('.')[2]}": own
@@ -95,7 +95,7 @@ class WeightNames:
         return tuple(f"model.layers.{match[1]}.{each}" for each in modules)
 
     def module_in_checkpoint(self, name: str) -> str:
-        """May return the fused module that contains the linear."""
+        """May be the fused module that contains the linear."""
         if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
             return name
         for stored, modules in self.layer_modules.items():
@@ -105,8 +105,8 @@ class WeightNames:
 
 
 def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
-    """Return the order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if they have it
-    already. In both halves, unrotated elements follow the rotated ones.
+    """The order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if they have it already.
+    In both halves, unrotated elements follow the rotated ones.
     """
     size = rotated_size(rope, head_dim)
     rotated, unrotated = list(range(size)), list(range(size, head_dim))

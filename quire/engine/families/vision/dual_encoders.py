@@ -33,7 +33,7 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
         return DualEncoderLayout(self, (width, height), None)
 
     def num_parameters(self, text_size: int) -> int:
-        """Excludes the text model's projection."""
+        """Without the text model's projection."""
         hidden = self.tower_shape.hidden_size
         inner = self.tower_shape.intermediate_size
         patch = self.tower_shape.patch_size
@@ -58,7 +58,6 @@ class DualEncoderLayout(SquaresLayout):
 
 
 def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
-    """Raises ModelError."""
     return _dual_encoder_vision_spec(
         config,
         "clip",
@@ -70,7 +69,6 @@ def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
 
 
 def siglip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
-    """Raises ModelError."""
     return _dual_encoder_vision_spec(config, "siglip", patch=16, act="gelu_pytorch_tanh", eps=1e-6, embedding_size=None)
 
 

@@ -37,7 +37,7 @@ class Gemma4VisionSpec(VisionSpec):
     """A token averages this many patches per side."""
     max_tokens: int
     position_table_size: int
-    """Rows, for columns and rows of patches alike."""
+    """Rows; used for columns and for rows of patches."""
     rope_theta: float
     has_clipped_linears: bool
     standardizes_tokens: bool
@@ -83,7 +83,6 @@ class Gemma4VisionSpec(VisionSpec):
 
 
 def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
-    """Raises ModelError."""
     tower, preprocessor = config.tower, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=16, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     head_dim, kv_heads = tower.get("head_dim") or 64, tower.get("num_key_value_heads") or 12
@@ -148,7 +147,7 @@ class PooledLayout(ImageLayout):
 
 
 def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
-    """Columns and rows of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
+    """(columns, rows) of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))
     rows, columns = (math.floor(factor * each / square_side) for each in (height, width))
     if rows == 0 and columns:

@@ -66,7 +66,6 @@ class InternVLVisionSpec(VisionSpec):
 
 
 def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:
-    """Raises ModelError."""
     tower = config.tower
     outer = config.model_fields
     preprocessor = config.preprocessor
@@ -126,7 +125,6 @@ class InternVLLayout(ImageLayout):
 
 
 def choose_square_grid(width: int, height: int, side: int, min_squares: int, max_squares: int) -> tuple[int, int]:
-    """Return (columns, rows)."""
     grids = [(columns, rows) for columns in range(1, max_squares + 1) for rows in range(1, max_squares // columns + 1)]
     return choose_nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
 

@@ -33,7 +33,7 @@ _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
-    """Merged patches pass a norm and a linear first."""
+    """Merged patches first pass a norm and a linear."""
     longest_edge: int
     """In pixels; larger images are scaled down."""
     rope_theta: float
@@ -69,7 +69,6 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
 
 
 def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Raises ModelError."""
     return _base_pixtral_vision_spec(
         config,
         merge=config.model_fields.get("spatial_merge_size") or 2,
@@ -80,7 +79,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Used as LLaVA's tower. Raises ModelError."""
+    """LLaVA's tower in some models. Raises ModelError."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 

@@ -36,7 +36,7 @@ class RecurrentMixer(Sublayer):
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
-        """float32, without linears and norms."""
+        """float32; without linears and norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
@@ -73,7 +73,6 @@ class MatrixStateMixer(RecurrentMixer):
         self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:
-        """`tensor` [channels, ...]."""
         kinds = self._state_spec.conv_input_shapes
         parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])
@@ -86,7 +85,7 @@ class MatrixStateMixer(RecurrentMixer):
         return [range(span.start * size, span.stop * size) for span, size in head_spans]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """Convolution inputs, states, and inputs of draft tokens to replay when accepted."""
+        """Convolution inputs, states, and inputs of draft tokens, which are replayed when accepted."""
         shape = self._state_spec
         dtype = self._build_context.dtype
         heads = len(self._head_span)

@@ -27,7 +27,7 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """Keyed by the name within the linear, such as "weight"."""
+        """By name within the linear, such as "weight"."""
 
     @abstractmethod
     def pack_linears(
@@ -47,7 +47,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """`tied`: also the LM head. `cut` applies to axes not cut on reading."""
+        """`tied`: it is also the LM head. `cut` applies to axes not cut on reading."""
 
 
 class WrappedScheme(QuantizationScheme):

@@ -44,7 +44,7 @@ def make_format_lookup(
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
     """None: unquantized. `headers`: of all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
-    without config.json saying so.
+    although config.json does not say so.
     """
     names = sorted(headers)
 
@@ -104,6 +104,6 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
 
 
 def _is_stored_unquantized(specs: dict[str, TensorSpec]) -> bool:
-    """True without tensors: a tied head has none."""
+    """True without tensors, as for a tied head."""
     weight = specs.get("weight")
     return not specs or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)

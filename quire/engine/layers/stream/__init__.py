@@ -1,1 +1,1 @@
-"""Sublayers that do more to the residual stream than add to it."""
+"""Sublayers that do more with the residual stream than add to it."""

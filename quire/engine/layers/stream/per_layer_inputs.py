@@ -62,7 +62,7 @@ class PerLayerInputs:
 
 
 class PerLayerInputGate(Sublayer):
-    """Replicated: it is small."""
+    """Replicated, as it is small."""
 
     def __init__(self, spec: PerLayerInputGateSpec, build_context: BuildContext, layer: str) -> None:
         self._first_column = spec.size_per_layer * spec.layer_index

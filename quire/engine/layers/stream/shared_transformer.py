@@ -1,7 +1,7 @@
 """Attention and MLP with weights that several layers share (Zamba 2: Glorioso et al., 2024).
 
-They read the residual stream and the embeddings. Each use has its own low-rank adapters and output linear, and Mamba 2
-reads the linear's result.
+They read the residual stream and the embeddings. Each use has its own low-rank adapters and its own output linear,
+whose result Mamba 2 reads.
 """
 
 from __future__ import annotations

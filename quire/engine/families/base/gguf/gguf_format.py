@@ -23,9 +23,7 @@ class GGUFHeader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GGUFMetadata:
-    """Values by key without the architecture's prefix, as in "qwen3moe.expert_count". Raises ModelError for a wrong
-    type.
-    """
+    """Values by key, such as "expert_count" for "qwen3moe.expert_count". Raises ModelError for a wrong type."""
 
     header: GGUFHeader
     architecture: str
@@ -105,25 +103,25 @@ MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFormat:
-    """Omitted fields are like Llama's."""
+    """Omitted fields are as in Llama."""
 
     architectures: tuple[str, ...]
     matches: Callable[[GGUFMetadata], bool] | None = None
-    """Distinguishes families of the same architecture name. Raises ModelError."""
+    """Distinguishes families with the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Like `layer_modules`, but full tensor names with suffix."""
+    """Like `layer_modules`, with full tensor names."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
-    """False: files have experts if the family has."""
+    """If not, files have experts if the family has."""
     has_latent_attention: bool = False
     """`read_fields` reads the head sizes of MLA."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows are stored for interleaved RoPE."""
     tiles_value_heads: bool = False
-    """Delta nets' value heads are ordered by index within a key head."""
+    """Value heads of delta nets are ordered by their index in a key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
     """Reads the family's own fields. The mapping holds the common ones."""
 
@@ -131,7 +129,7 @@ class GGUFFormat:
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """With is_mlp_sized, an expert's width is intermediate_size."""
+    """is_mlp_sized: an expert's width is intermediate_size."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
     if is_mlp_sized:

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 MAX_WIDTH = 2**24
 Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
-"""Bounds for sizes of hidden states, heads and MLPs, and for numbers of heads and experts."""
+"""For sizes of hidden states, heads and MLPs, and for numbers of heads and experts."""
 WidthOrZero = Annotated[int, Meta(ge=0, le=2**24)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e12)]
 ConvWidth = Annotated[int, Meta(ge=2, le=16)]

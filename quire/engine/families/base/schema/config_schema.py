@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. The bounds keep a start from computing or allocating for
-ever. null means a missing field.
+"""Types and bounds of config.json and generation_config.json. The bounds keep a start from computing or allocating
+without end. null means a missing field.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SIZE_FIELD_ALIASES = {
 
 
 class RopeFields(TypedDict, total=False):
-    """See `rope_table` for the fields that each rope_type needs."""
+    """See `rope_table` for the fields of each rope_type."""
 
     rope_type: ShortText | None
     type: ShortText | None
@@ -84,7 +84,7 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
-    """One set for all layers, or, in Gemma 3, for each kind of layer."""
+    """One set for all layers or, in Gemma 3, one per kind of layer."""
 
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
-"""Limits a tower's square input."""
+"""Of a tower's square input."""
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Statistics of CLIP's training images (Radford et al., 2021)."""
@@ -63,7 +63,7 @@ class ImageLayout(ABC):
 
     @property
     def num_tokens(self) -> int:
-        """Counts only tokens that features replace."""
+        """Only tokens that features replace."""
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
@@ -91,12 +91,12 @@ class VisionSpec(ABC):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Images have their own vectors, and are never in prompts."""
+        """Images have their own vectors and are never in prompts."""
         return False
 
     @property
     def is_bidirectional(self) -> bool:
-        """Tokens of a content attend to each other in both directions."""
+        """A content's tokens attend to each other in both directions."""
         return False
 
     @property
@@ -114,8 +114,8 @@ class VisionSpec(ABC):
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """Cost in tokens of a step's budget. A patch costs about one token, since towers are narrower than text models,
-        plus attention: 1,024 patches of width 768 took a third of the linears' time.
+        """In tokens of a step's budget. A patch costs about one token, as towers are narrower than text models, plus
+        attention: 1,024 patches of width 768 took a third of the linears' time.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -144,7 +144,7 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
-        """Counts only linears of the tower's layers, to which --quantization applies."""
+        """Only linears of the tower's layers, to which --quantization applies."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
@@ -156,7 +156,7 @@ class VisionSpec(ABC):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchMergingVisionSpec(VisionSpec):
     merge_size: int
-    """Patches per side of a token."""
+    """Per side of a token."""
 
     @property
     def merged_patch_size(self) -> int:
@@ -165,15 +165,15 @@ class PatchMergingVisionSpec(VisionSpec):
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
-    """Squares come by rows. The image must consist of whole squares."""
+    """By rows. The image must consist of whole squares."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
 
 
 def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
-    """Return (columns, rows) with the ratio nearest to the image's. If several are equally near, a larger grid wins
-    only if the image has more than half of its pixels. Grids of equal size keep their order.
+    """The (columns, rows) with the ratio nearest to the image's. If several are equally near, a larger grid wins only
+    if the image has more than half of its pixels. Grids of equal size keep their order.
     """
     best, nearest = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=math.prod):
@@ -195,7 +195,6 @@ class VisionConfig:
     model_fields: ModelConfigFields
     preprocessor: PreprocessorFields
     text_config: Mapping[str, Any]
-    """Unchecked."""
     file_label: str
     parameters_only: bool = False
     """Only config.json is known, to count parameters."""
@@ -232,7 +231,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
-        """Raise ModelError if preprocessor_config.json contradicts the sizes."""
+        """Raises ModelError if preprocessor_config.json contradicts the sizes."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -242,7 +241,7 @@ class VisionConfig:
     def pixel_normalization(
         self, mean: tuple[float, ...] = HALF_RGB, std: tuple[float, ...] = HALF_RGB, *, use_file_values: bool = True
     ) -> PixelNormalization:
-        """Arguments are defaults. Without `use_file_values` they override the file. Raises ModelError."""
+        """Arguments are defaults; without `use_file_values` they override the file. Raises ModelError."""
         preprocessor = self.preprocessor
         normalization = PixelNormalization(
             tuple((use_file_values and preprocessor.get("image_mean")) or mean),
@@ -284,7 +283,9 @@ class VisionConfig:
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
-        """Raise ModelError unless the side is a multiple of `unit` patches and at most MAX_PATCHES_PER_SIDE patches."""
+        """Raises ModelError unless the side is a multiple of `unit` patches and at most MAX_PATCHES_PER_SIDE
+        patches.
+        """
         if self.parameters_only:
             return
         patches = side // shape.patch_size
