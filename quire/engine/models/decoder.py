@@ -1,6 +1,5 @@
-"""A decoder-only transformer built from layers, each a tuple of residual sublayers.
-
-A family maps config.json to a DecoderSpec and has no other model code.
+"""A decoder-only transformer built from layers, each a tuple of residual sublayers. A family maps config.json to a
+DecoderSpec and has no other model code.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class MediaEmbeddings(NamedTuple):
 
 class Decoder:
     transformers_class = ""
-    """"" without the transformers backend."""
+    """"" outside the transformers backend."""
 
     def __init__(
         self,
@@ -100,8 +99,8 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's; the first
-        stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
+        """`report_progress` is called after every layer and before logits. `layers`: of this pipeline stage. The first
+        stage has the embedding, the last one the final norm and the head. `groups`: by default all layers share blocks.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -194,7 +193,7 @@ class Decoder:
 
     @property
     def absent_module_prefixes(self) -> tuple[str, ...]:
-        """Tensors of other stages, and of an unused head."""
+        """Modules of other stages, and an unused head."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
             *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, EMBEDDING_NORM]),
@@ -204,9 +203,7 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Indexed by layer index in the block. Layers with the same index belong to different groups and share its
-        tensors.
-        """
+        """By layer index in the block. Layers with the same index belong to different groups and share its tensors."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -215,7 +212,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Indexed by layer index in the block."""
+        """By layer index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -235,7 +232,7 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """Covers all pipeline stages."""
+        """In all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -259,7 +256,7 @@ class Decoder:
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """Covers all groups and processes; a block has room for `places` layers."""
+        """For all groups and processes. A block has room for `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -269,7 +266,7 @@ class Decoder:
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Return [R, hidden] at `rows` [R], ascending; store keys and values of all T tokens."""
+        """Return [R, hidden] at `rows` [R], which ascend. Stores keys and values of all T tokens."""
         return self.forward_with_aux(token_ids, metadata, kv_cache, rows, ())[0]
 
     def forward_with_aux(
@@ -299,7 +296,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """The last layer computes only `output_rows`, if given."""
+        """If `output_rows` are given, the last layer computes only these."""
         self._layer_hooks.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
@@ -353,7 +350,7 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers`: indices in this stage. The last one computes only `output_rows`, if given."""
+        """`layers`: indices in this stage. If `output_rows` are given, the last layer computes only these."""
         done = layers.start
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (
@@ -401,7 +398,6 @@ class Decoder:
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
     def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
-        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
             hidden, groups = self.spec.hidden_size, self.groups.num_groups
@@ -412,7 +408,6 @@ class Decoder:
         return self._recorded_layers[1]
 
     def embed_tokens_unscaled(self, token_ids: Tensor) -> Tensor:
-        """[T] to [T, hidden]."""
         return self._embedding.lookup_rows(token_ids)
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
@@ -422,7 +417,7 @@ class Decoder:
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Argmax [R] int64 on every rank; flags [R] are valid on the first. The host does not wait; ranks exchange two
+        """Argmax [R] int64 on every rank; flags [R], valid on the first. The host does not wait. Ranks exchange two
         numbers per row.
         """
         logits = self._shard_logits(hidden, context)
@@ -444,5 +439,5 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """[R]. NaN spreads to whole rows, so one logit suffices: a tenth of the time of checking all."""
+    """[R]. NaN spreads to whole rows, so one logit suffices, in a tenth of the time of checking all."""
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -1,5 +1,5 @@
-"""A draft head keeps a state per position, made of the model's hidden states, and predicts from it the token after
-next.
+"""A draft head computes a state per position from the model's hidden states, and predicts the token after next
+from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class DraftHead(ABC):
     aux_layers: tuple[int, ...] = ()
     """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
-    """None: unlimited."""
     block_bytes_formula: str = "0"
 
     @property
@@ -43,7 +42,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Keyed by checkpoint name."""
+        """By checkpoint name."""
 
     @abstractmethod
     def compute_states(
@@ -54,7 +53,7 @@ class DraftHead(ABC):
         metadata: AttentionMetadata | None,
         kv_cache: Sequence[LayerCache],
     ) -> Tensor:
-        """At T tokens. `metadata` is None unless `reads_all_tokens`."""
+        """For T tokens. `metadata` is None unless `reads_all_tokens`."""
 
     @abstractmethod
     def advance_states(

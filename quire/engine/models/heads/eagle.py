@@ -23,7 +23,7 @@ _IMPOSSIBLE_LOGIT = -1e30
 
 
 class EagleHead(TransformerHead):
-    """No norm before the first attention or at the end."""
+    """Without norms before the first attention and at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         """Uses the decoder's embedding and head."""
@@ -50,7 +50,7 @@ class Eagle3Head(EagleHead):
         self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
         self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)
         self._token_ids: Tensor | None = None
-        """[draft vocabulary] int64 decoder ids; None: the same ids."""
+        """[draft vocabulary] int64 decoder ids; None: equal ids."""
 
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
@@ -77,7 +77,7 @@ class Eagle3Head(EagleHead):
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits
-        # Finite: a request may allow no draft token, but something must be sampled.
+        # Finite, as a request may allow no draft token, but something must be sampled.
         logits = draft_logits.new_full((len(draft_logits), self._decoder.spec.vocab_size), _IMPOSSIBLE_LOGIT)
         return logits.index_copy_(1, self._token_ids, draft_logits)
 

@@ -47,7 +47,6 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
-        """[T]."""
         assert self._metadata is not None
         return self._metadata.positions
 

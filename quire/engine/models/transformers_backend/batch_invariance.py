@@ -1,7 +1,7 @@
 """Makes elementwise functions independent of other rows.
 
 On CPUs, PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits
-large tensors among threads at any element. So rows are padded to whole vectors, in chunks for one thread.
+large tensors among threads at any element. Rows are therefore padded to whole vectors, in chunks for one thread.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class BatchInvariantOps(TorchFunctionMode):
         return func(F.pad(x, (0, num_padding), value=-torch.inf), *args, **kwargs)[..., : x.shape[-1]].contiguous()
 
     def _run_kernel(self, func: Any, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """None if the backend has no kernel."""
         if self._backend.unsupported_reason(rows.device, rows.dtype, 2) is not None or rows.shape[1] % _VECTOR_SIZE:
             return None
         if func is F.silu:

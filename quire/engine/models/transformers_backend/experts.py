@@ -1,4 +1,4 @@
-"""Each expert computes its rows alone, and a token's experts are summed in order: results do not depend on other
+"""Each expert computes its rows alone, and a token's experts are summed in order, so results do not depend on other
 tokens.
 """
 
@@ -17,7 +17,7 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 
 
 class QuireExperts:
-    """Takes gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
+    """For gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
 
     def __init__(
         self,

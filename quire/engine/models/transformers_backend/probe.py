@@ -1,4 +1,6 @@
-"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot do."""
+"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot
+compute.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from quire.engine.models.transformers_backend.model_builder import find_body_and
 from quire.kernels.backend import Operations
 
 NO_NORM = NormSpec(0.0)
-"""The class applies norms."""
+"""For classes that apply norms themselves."""
 _PROBE_TOKENS = 7
 _MAX_MASK_LEN = 1 << 20
 """Windows are shorter, and longer masks would take memory."""
@@ -68,8 +70,6 @@ _IGNORED_KWARGS = {
 
 @dataclass(frozen=True, slots=True)
 class TransformersAttentionSpec(AttentionLayerSpec):
-    """One attention call of a class."""
-
     value_dim: int = 0
     """Values are zero-padded to `head_dim`."""
 
@@ -151,7 +151,7 @@ class AttentionProbe:
 
 
 def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
-    """Includes the token itself; None: all tokens. Raises ModelError for any other mask."""
+    """With the token itself; None: all tokens. Raises ModelError for any other mask."""
     max_len = min(max_len, _MAX_MASK_LEN)
     positions = torch.arange(max_len)
 
@@ -215,7 +215,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """Makes nonzero find nothing on meta tensors, such as experts of tokens; attention does not depend on it."""
+    """Makes nonzero find nothing in meta tensors, such as the tokens of an expert. Attention does not depend on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -236,7 +236,7 @@ def _assume_all_nonzero() -> AbstractContextManager[object]:
 
 
 class _ZeroMetaInputs(TorchFunctionMode):
-    """Zeros replace other inputs of a mask: padding, images, packed sequences."""
+    """Replaces other inputs of a mask by zeros: padding, images, packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def zeros_for_meta(each: Any) -> Any:
@@ -265,7 +265,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
-    """Raise ModelError unless each hidden state gives one row of logits."""
+    """Raises ModelError unless each hidden state gives one row of logits."""
     (_, body), name = find_body_and_name(model), type(model).__name__
     hidden_states: list[Tensor] = []
     hook = body.register_forward_hook(lambda module, args, output: hidden_states.append(output[0]))

@@ -32,7 +32,6 @@ class TransformersSpec(DecoderSpec):
     transformers_class: str = ""
     rope_context: int | None = None
     max_len: int = 0
-    """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
     """The class may use weights of other modules without calling them."""
 
