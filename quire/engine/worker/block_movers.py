@@ -1,6 +1,5 @@
-"""Copies KV blocks between device and host (engine/tiers).
-
-A block's bytes are those of all its tensors in order, with scales if it is 8-bit.
+"""Copies KV blocks between device and host (engine/tiers). A block's bytes are those of all its tensors in order, with
+scales if it is 8-bit.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """`tensors`: from allocate_kv_blocks. `identity`: everything the bits depend on. `on_claim` gets blocks about to be
-    written.
+    """`tensors`: from allocate_kv_blocks. `identity`: everything that the bits depend on. `on_claim` receives blocks
+    about to be written.
     """
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)

@@ -41,7 +41,6 @@ from quire.kernels.device.error_messages import describe_compiler_error, describ
 from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_bytes, empty_device_caches
 
 _PREFAULT_FRACTION = 1 / 8
-"""Share of a host KV cache."""
 _PREFAULT_BYTES = 512 * 2**10
 """Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
@@ -49,7 +48,7 @@ _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if kv_cache_memory exceeds the devices' memory."""
+    """Raises ConfigError if kv_cache_memory exceeds the devices' memory."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
@@ -62,8 +61,8 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there are
-    none left.
+    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError with the arithmetic if none are
+    left.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
@@ -90,8 +89,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound before weights are loaded, at least one block: per-position tables must not grow with config.json's
-    claims. `token_bytes`: of all layers.
+    """Upper bound before weights are loaded, at least one block, because per-position tables must not grow with
+    config.json's claims. `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -104,7 +103,7 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
 
 
 def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raise ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: of layers that keep
+    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: of layers that keep
     every token.
     """
     max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
@@ -230,7 +229,7 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Bytes per block of one KV cache group."""
+    """Of one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
@@ -242,9 +241,9 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """Stacks tensors of one kind as [tensors, blocks, ...]: one operation covers a block in all layers. Uninitialized
-    on the host, where Linux gives untouched memory for free; elsewhere zeroed, because kernels read unwritten blocks
-    before a window with weight 0.
+    """Stacks tensors of one kind as [tensors, blocks, ...], so that one operation covers a block in all layers.
+    Uninitialized on the host, where Linux gives untouched memory for free; elsewhere zeroed, because kernels read
+    unwritten blocks before a window with weight 0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -261,14 +260,14 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """Indexed by layer index in the block. Slots are written before they are read."""
+    """By layer index in the block. Slots are written before they are read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Bytes of one slot in all pipeline stages."""
+    """Of one slot in all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
@@ -286,7 +285,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Layers of equal shape share tensors to save memory; results are wrong."""
+    """Layers of equal shape share tensors to save memory, so results are wrong."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -299,8 +298,8 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches host KV blocks in idle moments. A first touch of 4 KB costs a microsecond, or ten on some virtual
-    machines: then 7 % of a small model's prefill.
+    """Touches host KV blocks in idle moments. A first touch of 4 KB takes a microsecond, or ten on some virtual
+    machines, where that is 7 % of a small model's prefill.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
@@ -341,7 +340,6 @@ class GpuMemory(NamedTuple):
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
-    """None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

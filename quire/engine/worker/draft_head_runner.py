@@ -58,7 +58,7 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`max_drafts`: that a step verifies per request, of all sources; requests limit the heads' own."""
+        """`max_drafts`: verified per step and request, from all sources. Requests limit the heads' own."""
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks
@@ -71,7 +71,7 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """States before the last samples; the last place is for graphs' drafts."""
+        """States before the last samples; the last row is for graphs' drafts."""
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -145,7 +145,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Index of the state before the last token; None: outdated."""
+        """Index of the state before the last token; None if outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None

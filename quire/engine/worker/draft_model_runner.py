@@ -1,4 +1,4 @@
-"""Runs a draft model. Launching dominates so small a model's time, so this path is short."""
+"""Runs a draft model. Launching dominates the time of so small a model, so this path is short."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DraftModelRunner:
         eos_token_ids: tuple[int, ...],
         capture: GraphCapture | None = None,
     ) -> None:
-        """`capture` needs slots with a scratch block."""
+        """`capture`: needs slots with a scratch block."""
         self._model = model
         self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
         self._input_batch = slots

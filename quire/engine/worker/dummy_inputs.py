@@ -15,7 +15,7 @@ def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
 
 
 def dummy_step_inputs(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
-    """Each context's last `queries` tokens."""
+    """The last `queries` tokens of each context."""
     assert slots.scratch_block is not None
     device, size = slots.device, slots.block_size
     positions = torch.arange(context - queries, context, device=device).repeat(seqs)

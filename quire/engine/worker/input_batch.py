@@ -56,7 +56,7 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """Token ids live on the device: a step reads tokens that the host has not seen."""
+    """Token ids stay on the device, because a step reads tokens that the host has not seen."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class InputBatch:
         context_shard: ContextShard | None = None,
     ) -> None:
         """`scratch_block`: for an additional `scratch_slot`, which `graph_decode_inputs` needs. `num_groups`: KV cache
-        groups, interleaved in the block table. `context_shard`: this rank's tokens; None: all.
+        groups, interleaved in the block table. `context_shard`: this rank's tokens; default: all.
         """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
@@ -98,7 +98,7 @@ class InputBatch:
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """None if no graph needs it."""
+        """Set only if graphs need it."""
         self._rope_offsets: Tensor | None = None
         """[slots] int64; None until used."""
         if scratch_block is not None:
@@ -176,7 +176,7 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a new owner's state length is unknown: then no graph can run."""
+        """False if a new owner's state length is unknown, so that no graph can run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -192,7 +192,7 @@ class InputBatch:
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens each state has seen; after the step, `num_known`."""
+        """Return how many tokens each state has seen. After the step that is `num_known`."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
@@ -218,8 +218,8 @@ class InputBatch:
     def graph_decode_inputs(
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """Token ids [B] and metadata, made on the device alone. `rows` [2 or 3, B] int64: slots, positions, optional
-        adapter slots. `updates_states`: False for draft heads.
+        """Token ids [B] and metadata, computed on the device alone. `rows` [2 or 3, B] int64: slots, positions,
+        optional adapter slots. `updates_states`: False for draft heads.
         """
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
@@ -270,7 +270,7 @@ class InputBatch:
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
     def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
-        """Of a slot's rows [B], all but the first are drafts."""
+        """In a slot's rows [B], all but the first are drafts."""
         if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)
@@ -393,7 +393,7 @@ class InputBatch:
     def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """StateAndVerifiedCounts, or () without drafts now or before."""
+        """StateAndVerifiedCounts, or () if there are no drafts now or before."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts

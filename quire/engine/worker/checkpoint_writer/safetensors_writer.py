@@ -24,7 +24,7 @@ class SafetensorsFileWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._unwritten: dict[str, tuple[int, int]] = {}
-        # Widest dtype first: mapped tensors must be aligned to it.
+        # Widest dtype first, because mapped tensors must be aligned to it.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1][0]]):
             size = math.prod(shape) * DTYPE_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
@@ -45,7 +45,7 @@ class SafetensorsFileWriter:
         assert error is not None or not self._unwritten, f"never written: {', '.join(self._unwritten)}"
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Call it once per tensor."""
+        """Call once per tensor."""
         at, size = self._unwritten.pop(name)
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         assert data.nbytes == size, name

@@ -1,5 +1,5 @@
 """SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others and use up the 8
-bits. Each is divided by a factor, folded into the norm, and its weights are multiplied by it: max|input|^a /
+bits. Each is divided by a factor, which becomes part of the norm, and its weights are multiplied by it: max|input|^a /
 max|weight|^(1 - a).
 """
 
@@ -26,7 +26,7 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 @dataclass(frozen=True, slots=True)
 class ActivationRange:
-    """A norm that only linears read."""
+    """For a norm that only linears read."""
 
     norm: str
     offset: float
@@ -83,8 +83,8 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 class Smoothing:
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """`factors`: float32 [in]; linears' weights are multiplied by it, norms' biases divided. `norms`: the norms'
-        new float32 weights.
+        """`factors`: float32 [in], which multiply linears' weights and divide norms' biases. `norms`: the norms' new
+        float32 weights.
         """
         self._weight_mapper = WeightMapper(config)
         self._factors = factors
@@ -106,8 +106,8 @@ class Smoothing:
             factor_wanted = each.max_abs**strength / heaviest ** (1 - strength)
             usable = (each.max_abs > 0) & (heaviest > 0) & factor_wanted.isfinite() & (factor_wanted > 0)
             norm_gain = norm_weights[each.norm] + each.offset
-            # Rounded to bfloat16, which every dtype holds. The factor is recomputed from the result: norm and linears
-            # must agree to the last bit.
+            # Rounded to bfloat16, which every dtype holds. The factor is recomputed from the result, because norm and
+            # linears must agree to the last bit.
             divided = (norm_gain / torch.where(usable, factor_wanted, 1.0) - each.offset).bfloat16().float()
             factor = norm_gain / (divided + each.offset)
             usable &= factor.isfinite() & (factor > 0)
@@ -145,7 +145,6 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
 
 
 def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Raises ModelError."""
     for name, tensor in checkpoint_stream(path):
         module, _, kind = name.rpartition(".")
         if kind == "weight" and tensor.is_floating_point():

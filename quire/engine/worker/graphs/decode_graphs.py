@@ -1,9 +1,8 @@
-"""CUDA graphs of decode steps: one launch for a few hundred kernels, so the GPU never waits for Python.
+"""CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
 
-A graph records addresses, so a decode step is a function of one static tensor (slots, positions); all else has fixed
-device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows.
-
-All graphs of a size share buffers. Further graphs sample greedily, and run draft heads once tokens are stored.
+A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions); all else has
+fixed device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows. All
+graphs of a size share buffers. Further graphs sample greedily, and run draft heads once tokens are stored.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from quire.kernels.probes.backend_probe import GraphCapture
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Rows; captured up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""Tokens; each further graph allows four times more. Kernels split work by a graph's longest context: a single graph
-would be slow for short contexts.
+"""In tokens; each further graph allows four times more. Kernels split work by a graph's longest context, so a single
+graph would be slow for short contexts.
 """
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
-"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read changing
-host data.
+"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read host data
+that changes.
 """
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rows, hidden states) to tokens [B] int64, also stored in slots, or to [..., B]."""
+"""(rows, hidden states) to tokens [B] int64, which are also stored in slots, or to [..., B]."""
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""(rows, hidden states, max blocks) to [B, ...], once tokens are stored."""
+"""(rows, hidden states, max blocks) to [B, ...]. Runs once tokens are stored."""
 MAX_SAMPLE_ROWS = 64
 """More logits take much memory, and launching no longer dominates."""
 
@@ -47,7 +46,7 @@ MAX_SAMPLE_ROWS = 64
 class StepFunctions:
     decode: DecodeFunction
     sample: SampleFunction | None = None
-    """Greedy."""
+    """Samples greedily."""
     run_draft_heads: HeadFunction | None = None
 
 
@@ -92,7 +91,7 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """Keyed by rows and blocks; captured with the first decode graph of that key."""
+        """By rows and blocks; captured with the first decode graph of that key."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
@@ -117,7 +116,7 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def run_decode(self, slots: np.ndarray, contexts: np.ndarray, *, all_greedy: bool = False) -> GraphOutputs:
-        """`slots`, `contexts` [R] int64; a context includes the row's token."""
+        """`slots`, `contexts` [R] int64. A context includes the row's token."""
         count, max_blocks = len(slots), -(-int(contexts.max()) // self._input_batch.block_size)
         size = next(size for size in self._sizes if size >= count)
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
@@ -148,7 +147,6 @@ class DecodeGraphs:
         )
 
     def capture_next(self) -> bool:
-        """False if none is left. Large sizes come first: smaller ones reuse their pool memory."""
         for key in self._graph_keys():
             if key not in self.graph_set:
                 self._get_or_capture_graph(key)

@@ -48,13 +48,13 @@ class GraphSet(Generic[GraphKey]):
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: ranks that capture the same graphs; None: only this one."""
+        """`group`: ranks that capture the same graphs; default: only this one."""
         self._capture = capture
         self._device = device
         self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
-        """PyTorch would free the pool with its last graph."""
+        """Kept, as PyTorch would free the pool with its last graph."""
         self.eager_reasons: dict[GraphKey, str] = {}
         self._num_rows: dict[GraphKey, int] = {}
 
@@ -63,8 +63,8 @@ class GraphSet(Generic[GraphKey]):
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """Does not retry failures: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
-        ranks may hang.
+        """Does not retry failures, because memory stays short and an attempt takes a step's time. Raises ConfigError if
+        other ranks may hang.
         """
         assert key not in self
         captured = None
@@ -107,10 +107,10 @@ class GraphSet(Generic[GraphKey]):
 
 
 class CudaGraphCapture:
-    """Graphs share a pool: no two run at once."""
+    """Graphs share a pool, so no two run at once."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept, because PyTorch's allocator still asks them about memory."""
+    """Kept, as PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
         """`allocator`: PyTorch's private functions."""

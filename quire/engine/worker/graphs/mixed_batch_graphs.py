@@ -3,10 +3,10 @@
 A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding is valid: decodes of the scratch
 slot, and sequences of it that take all remaining tokens. So no sequence is empty and every token has a sequence, as
 some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the
-maximal length (kernels/gpu/prefill_decode_split.py).
+maximum length (kernels/gpu/prefill_decode_split.py).
 
 vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
-attention from the host is most of a small step's cost.
+attention from the host takes most of a small step's time.
 
 A key is captured in an idle moment after a step first asks for it, or when a step asks again, up to MAX_MIXED_GRAPHS.
 """
@@ -81,7 +81,7 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily. Batches and failures alone decide what is captured, so all ranks agree."""
+        """Captures lazily. Only batches and failures decide what is captured, so all ranks agree."""
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -171,7 +171,6 @@ class MixedBatchGraphs:
         )
 
     def capture_next(self) -> bool:
-        """False if none is wanted."""
         for key in self._wanted_keys:
             if key not in self.graph_set and not self._is_full:
                 self._capture_graph(key)
@@ -179,7 +178,7 @@ class MixedBatchGraphs:
         return False
 
     def _capture_graph(self, key: MixedGraphKey) -> None:
-        """Computes scratch rows only."""
+        """Computes only scratch rows."""
         buffers = self._get_buffers(key)
         copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
         self.graph_set.capture_graph(

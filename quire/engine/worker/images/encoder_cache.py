@@ -28,7 +28,6 @@ class _PartialEncoding:
         self._work_done = 0.0
 
     def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
-        """None until done."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
                 self._work_done += next(self._encoding)
@@ -43,7 +42,7 @@ class ImageEncoderCache:
     def __init__(
         self, tower: Tower | None, vision: VisionSpec, max_bytes: int = ENCODER_CACHE_BYTES, *, one_by_one: bool = False
     ) -> None:
-        """`tower`: None in later pipeline stages. `one_by_one`: a batch would change an image's bits."""
+        """`tower`: None in later pipeline stages. `one_by_one`: if a batch would change an image's bits."""
         self._tower = tower
         self._vision = vision
         self._one_by_one = one_by_one
@@ -54,7 +53,7 @@ class ImageEncoderCache:
         """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """Keyed by slot; several slots may share one."""
+        """By slot; several slots may share one."""
         self.num_encoded = 0
         """Images, or parts of images."""
 
@@ -113,7 +112,6 @@ class ImageEncoderCache:
     def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
-        """[rows, size]."""
         features = self.gather_features(rows, get_new_request)
         assert features is not None
         return features.embeddings
@@ -140,7 +138,7 @@ class ImageEncoderCache:
         return features
 
     def _store_features(self, key: CacheKey, features: Tensor) -> None:
-        """Evicts other images only."""
+        """Evicts only other images."""
         self.num_encoded += 1
         self._cache[key] = features
         self._cached_bytes += features.nbytes

@@ -17,7 +17,7 @@ class ImagePositions:
     def __init__(self, vision: VisionSpec) -> None:
         self._vision = vision
         self.uses_mrope = vision.uses_mrope
-        """Rotary positions of tokens after an image differ from their own."""
+        """Tokens after an image have rotary positions that differ from their own."""
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
 
     def has_rows_before_last_image_end(

@@ -19,7 +19,7 @@ SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Longest wait for another process's kernels; then this process compiles them too."""
+"""Longest wait for another process's kernels. Afterwards this process compiles them too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 """flash-attn 4 and its libraries raise if they cannot write there; unset, they use the temporary folder."""
@@ -70,12 +70,12 @@ def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -
 
 
 def trial_verdict_folder() -> Path:
-    """A subfolder of the kernels', so that both are kept and deleted together."""
+    """A subfolder of the kernels' folder, so that both are kept and deleted together."""
     return _cache_folder() / "quire-trials"
 
 
 def _is_locked_by_another(lock: int) -> bool:
-    """If False, this process has the lock, if the file system has locks."""
+    """If False, this process has the lock, or the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

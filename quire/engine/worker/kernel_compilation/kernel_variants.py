@@ -22,7 +22,6 @@ _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
 
 
 def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(sequences, queries, keys)."""
     longest = slots.max_blocks * slots.block_size
     max_seqs = len(slots.slot_requests)
     for queries in (*_QUERY_LENGTHS, step_tokens):
@@ -104,7 +103,7 @@ def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
 
 
 def _launch_sampler_variants(logits: torch.Tensor, slots: InputBatch) -> None:
-    """As in device_sampler.py."""
+    """Same launches as device_sampler.py."""
     from quire.kernels.gpu import triton_logits, triton_sampling
 
     rows, table = len(logits), slots.token_ids

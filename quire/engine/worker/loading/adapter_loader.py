@@ -1,4 +1,6 @@
-"""Loads LoRA adapters in a background thread. The host caches packed ones, and evicts the least recently used first."""
+"""Loads LoRA adapters in a background thread. The host caches packed adapters, and evicts the least recently used
+first.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class ModelAdapterLoader:
         max_rank: int,
         max_cached: int,
     ) -> None:
-        """`weight_mapper` None: checkpoint names are the model's. `max_cached` includes adapters in slots."""
+        """`weight_mapper`: None if checkpoint names are the model's. `max_cached` includes adapters in slots."""
         self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
         self._modules = modules
         self._max_rank = max_rank

@@ -42,7 +42,7 @@ class GGUFDeltaNetConverter:
         self._net = nets[0] if nets else None
 
     def convert_to_named_tensors(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Quantized tensors' rows are bytes. Raises ModelError."""
+        """Rows of quantized tensors are bytes. Raises ModelError."""
         if self._net is None or _LINEAR not in name:
             yield name, rows
             return

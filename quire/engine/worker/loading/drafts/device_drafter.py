@@ -32,14 +32,14 @@ class DeviceDrafter(Protocol):
         """False if none is left."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launch every variant for steps of up to `step_tokens`; a dry run computes nothing."""
+        """Launch every variant for steps of up to `step_tokens`. A dry run computes nothing."""
 
 
 class LoadedDrafter(Protocol):
     """A drafter that has no KV blocks yet."""
 
     is_on_all_ranks: ClassVar[bool]
-    """False: on the first rank only."""
+    """If not, it is on the first rank only."""
 
     @property
     def kv_module(self) -> KVModule: ...
