@@ -98,7 +98,7 @@ class EngineCore:
         return take_block_table_view(self.scheduler, request_id)
 
     def run_next_warmup(self) -> bool:
-        """False when no warm-up is left."""
+        """False if no warm-up is left."""
         self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         more = self.executor.warm_up_next() or (
             self._device_drafter is not None and self._device_drafter.capture_next_graph()
@@ -142,11 +142,11 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Record of the step that gave the last `step` call its results; None if none did."""
+        """Of the step whose results the last `step` call returned; None if there was none."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
-        """Includes outputs of adds and aborts."""
+        """With outputs of adds and aborts."""
         outputs = self._step_runner.run_step()
         self.scheduler.kv_cache_manager.publish_events()
         return outputs

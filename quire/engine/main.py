@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def block_fault_signals() -> None:
     """Let FAULT_SIGNALS of other processes wait for `start_fault_signal_reporter`.
 
-    Call before other threads start: they inherit the mask. A fault of this process still ends it, because the kernel
+    Call before other threads start, as they inherit the mask. A fault of this process still ends it, because the kernel
     does not block signals raised by its own instructions.
     """
     if hasattr(signal, "sigwaitinfo"):

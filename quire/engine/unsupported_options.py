@@ -21,7 +21,7 @@ class ForeignFlag:
     """Why the flag changes nothing, or what to do instead."""
     is_harmless: bool
     value_kind: str
-    """No value: "". One: "=". Any number: "+"."""
+    """"": no value. "=": one. "+": any number."""
     default_values: tuple[str, ...] = ()
     """Values without effect."""
 
@@ -40,7 +40,7 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Keys have no dashes."""
+    """By name without dashes."""
     table = _read_table()
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
@@ -59,7 +59,7 @@ def redundant_vllm_value_reason(name: str, value: object) -> str:
 
 
 def is_server_only(name: str) -> bool:
-    """A server setting that vLLM's `LLM` takes too."""
+    """True for server settings that vLLM's `LLM` takes too."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
@@ -82,7 +82,7 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 def redundant_option_reason(name: str, value: object) -> str:
     """For options of vLLM's `LLM`. Empty if Quire has the option, does not know it, or would have to act. None requests
-    nothing, and False means `--no-…`.
+    nothing; False means `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (

@@ -17,9 +17,9 @@ MemoryMeter = Callable[[], MemoryView | None]
 
 
 def make_memory_meter(info: EngineInfo, world_size: int) -> MemoryMeter:
-    """Call when the engine is ready: everything its process then has in RAM counts as weights and libraries. The meter
-    returns None for devices that do not report their memory, and for an engine of several processes, because each has
-    its own memory with a part of the model.
+    """Call when the engine is ready: everything that its process then has in RAM counts as weights and libraries. The
+    meter returns None for devices that do not report their memory, and for an engine of several processes, because each
+    has its own memory with a part of the model.
     """
     if world_size > 1:
         return lambda: None

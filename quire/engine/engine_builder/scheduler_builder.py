@@ -21,7 +21,6 @@ def make_scheduler(
     drafter: Drafter | None,
     kv_offloader: KVOffloader,
 ) -> Scheduler:
-    """Raises ConfigError."""
     plan = worker.kv_plan
     scheduler = resolve_scheduler_class(config)(
         SchedulerConfig(

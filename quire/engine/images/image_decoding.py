@@ -1,4 +1,4 @@
-"""Decodes image files. These may be hostile, so a server decodes in a process that may be killed."""
+"""Decodes image files, which may be hostile: a server decodes in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow's names. Only a GIF's first frame is read."""
+"""Pillow's names. Of a GIF only the first frame is read."""
 _MAX_SHOWN_CHARACTERS = 100
 FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
 MAX_FILE_BYTES = 20 << 20
@@ -30,7 +30,7 @@ _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
 
 
 def preload_decoders() -> None:
-    """Call before a fork: Pillow would import forty formats at the first WEBP."""
+    """Call before a fork, because Pillow would import forty formats at the first WEBP."""
     for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
         import_module(f"PIL.{name}")
 
@@ -112,7 +112,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """Composite bands of rows: a large image's RGBA copies would exceed a worker's memory."""
+    """Works on bands of rows, as a large image's RGBA copies would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)

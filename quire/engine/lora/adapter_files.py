@@ -73,9 +73,9 @@ _UNSUPPORTED_FIELDS = (
 @dataclass(frozen=True, slots=True)
 class AdapterModuleSpec:
     lora_a: str
-    """Name of a tensor [rank, in_features] in the file."""
+    """Tensor [rank, in_features] in the file."""
     lora_b: str
-    """Name of a tensor [out_features, rank]."""
+    """Tensor [out_features, rank]."""
     rank: int
     scale: float
     """lora_alpha / r; with use_rslora lora_alpha / sqrt(r)."""
@@ -84,7 +84,6 @@ class AdapterModuleSpec:
 def read_adapter_specs(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True
 ) -> dict[str, AdapterModuleSpec]:
-    """Raises AdapterError."""
     try:
         config = _read_config(folder)
         headers = read_file_headers(folder / WEIGHTS_FILE)
@@ -136,7 +135,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """Keyed by module, then by half (down or up)."""
+    """By module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)
@@ -168,7 +167,7 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """`name`: PEFT's. None: the model has no such module."""
+    """`name`: PEFT's. None if the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)
@@ -209,7 +208,7 @@ def _make_module_spec(
 
 
 def _value_for_module(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The first pattern that equals the name or its end wins, as in PEFT."""
+    """As in PEFT, the first pattern that equals the name or its end wins."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
         if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:

@@ -1,7 +1,7 @@
 """A waiting queue in which requests wait for adapters without delaying others.
 
 An adapter keeps its slot while a request needs it, even a preempted one. If no slot is free, the adapters with the
-fewest users accept no new users, so no adapter waits forever.
+fewest users accept no new users, so that no adapter waits forever.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _AdapterSlot:
     is_ready: bool = False
     request_ids: set[str] = field(default_factory=set)
     is_closed: bool = False
-    """Another adapter waits for the slot."""
+    """Another adapter waits for this slot."""
     last_used: int = 0
-    """Counted in sequences, not seconds."""
+    """Counted in uses, not seconds."""
 
 
 class AdapterQueue(FairQueue):
@@ -40,7 +40,6 @@ class AdapterQueue(FairQueue):
         self._loader = loader
         self._slots = [_AdapterSlot(number) for number in range(1, slots + 1)]
         self._waiting_by_adapter: dict[str, list[Request]] = {}
-        """Holds no empty lists."""
         self._num_uses = 0
         self._loads: list[tuple[str, float]] = []
 
@@ -132,7 +131,7 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """An empty slot, else the least recently used one without requests."""
+        """An empty slot, or the least recently used one without requests."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -147,7 +146,7 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """Close `count` slots: first those already closed, then those with the fewest users."""
+        """Closes `count` slots: first those already closed, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

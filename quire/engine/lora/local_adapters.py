@@ -49,7 +49,7 @@ class LocalAdapters:
         self._recent_adapters: dict[tuple[str, int, str], Adapter] = {}
         """Least recently used first."""
         self._num_copies = Counter[str]()
-        """Live Adapter objects per digest."""
+        """Live Adapter objects, by digest."""
         self._lock = threading.RLock()
 
     def use_engine_modules(self, info: EngineInfo) -> None:
@@ -80,7 +80,6 @@ class LocalAdapters:
         return adapter
 
     def _add_adapter(self, request: LoRARequest) -> Adapter:
-        """Raises AdapterError."""
         root = Path(self._folder.name)
         store = AdapterStore(root, self._modules, self._max_rank, weights=resolve_weights(self._config))
         try:

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(ExclusiveClient):
-    """An engine core in a task of the current event loop. Nothing else runs on the loop during a step."""
+    """An engine core in a task of the current event loop, which runs nothing else during a step."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """Ids in order of submission."""
+        """In order of submission."""
         self._work_event = asyncio.Event()
         """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
         """The first engine's capacity settings, for later engines."""
         self._has_given_tensors = False
-        """The weights came as tensors: no file has them."""
+        """The weights came as tensors, so no file has them."""
         self._earlier_stats = EngineStats()
-        """Counters of earlier engines."""
+        """Of earlier engines."""
 
     async def start(self) -> EngineInfo:
         # imports torch
@@ -58,7 +58,7 @@ class InProcessClient(ExclusiveClient):
         gc.collect()  # reference cycles would delay freeing memory
 
     async def rest(self, level: int) -> None:
-        """Both levels are the same, because there is no process to end."""
+        """Both levels are the same, as there is no process to end."""
         self.asleep = True
         await self._release_engine()
 

@@ -133,7 +133,7 @@ class LLMEngine:
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         """Left for the next step."""
         self._request_numbers = count()
-        """Make ids unique: an aborted request may still be ending when another takes its id."""
+        """Make ids unique, as an aborted request may still be ending when another takes its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:

@@ -100,11 +100,9 @@ class OfflineModel:
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Raises InvalidRequest."""
         return [self.encode_prompt(each, f"prompt {index}") for index, each in enumerate(as_prompt_list(prompts))]
 
     def encode_prompt(self, prompt: Any, name: str = "prompt") -> EncodedPrompt:
-        """Raises InvalidRequest."""
         if isinstance(prompt, Mapping):
             more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
@@ -178,7 +176,7 @@ class OfflineModel:
         moved_texts: Sequence[str] = (),
         add_special_tokens: bool,
     ) -> EncodedPrompt:
-        """`moved_texts`: see RenderedConversation. Raises InvalidRequest, naming the field."""
+        """`moved_texts`: see RenderedConversation. Raises InvalidRequest naming the field."""
         if self.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
         encode = partial(
@@ -188,7 +186,7 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Also keeps the tokens that the tokenizer adds around a text. length None: all; -1: the context. Raises
+        """Also keeps the tokens that the tokenizer adds around a text. length: default all; -1: the context. Raises
         InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
@@ -211,7 +209,7 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind` overrides the parameters' own. Raises InvalidRequest; call `check_prompt` too."""
+        """`kind` overrides the parameters' own. Raises InvalidRequest. Call `check_prompt` too."""
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
         check_text_params(self.tokenizer, stop=engine_params.stop, structured_outputs=engine_params.grammar)
@@ -232,7 +230,7 @@ class OfflineModel:
     def check_prompt(
         self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", min_free_tokens: int = 1
     ) -> None:
-        """Raise InvalidRequest for a prompt that the engine would refuse. The context must have room for
+        """Raises InvalidRequest for a prompt that the engine would refuse. The context must have room for
         `min_free_tokens` more.
         """
         problem = "is empty" if not ids else ""
@@ -319,7 +317,6 @@ def _is_integer_like(value: object) -> bool:
 
 
 def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
-    """Raises InvalidRequest."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         kind = type(messages).__name__
         raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
@@ -345,7 +342,6 @@ def _check_message(message: Any) -> dict[str, Any]:
 
 
 def _tools_to_dicts(tools: Any) -> list[dict[str, Any]] | None:
-    """Raises InvalidRequest."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -38,7 +38,7 @@ class ConditionalKeywords:
         return len(self._seen_ids)
 
     def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
-        """`asserted`: schemas must hold, not only be tested."""
+        """`asserted`: schemas must hold, and are not only tested."""
         for keyword in ("if", "not"):
             self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):
@@ -108,7 +108,7 @@ def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[s
 
 
 def named_properties_reach_minimum(schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
-    """Conservative check of `minProperties`."""
+    """A conservative check of `minProperties`."""
     counts = [one["minProperties"] for one in schemas if isinstance(one.get("minProperties"), int | float)]
     surely = {
         name

@@ -17,7 +17,7 @@ from quire.engine.common.errors import ConfigError
 
 ENV_PREFIX = "QUIRE_"
 OTHER_ENV_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
-"""Read elsewhere; they look like mistyped load_format and max_loras."""
+"""Read elsewhere; they look like misspelled load_format and max_loras."""
 _KUBERNETES_VARIABLE = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
@@ -66,7 +66,6 @@ def load_settings(
 
 
 def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
-    """Raises ConfigError."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
     for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
@@ -82,7 +81,6 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """Empty if there is no suggestion."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )
@@ -141,9 +139,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Read variables by which PyTorch launchers such as torchrun identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). With one machine they are ignored, because a program that
-    torchrun started may hold its own model.
+    """Variables by which PyTorch launchers such as torchrun identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine, because a program that torchrun
+    started may hold its own model.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}

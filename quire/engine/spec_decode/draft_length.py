@@ -1,4 +1,4 @@
-"""Chooses draft lengths from recent acceptance and measured step costs."""
+"""Chooses draft lengths by recent acceptance and measured step costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
 """Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""Makes a kind that seemed not worth trying be tried again eventually."""
+"""So that a kind that seemed not worth trying is eventually tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StepCosts:
     seconds: tuple[float, ...]
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """Linear interpolation; extrapolates from the last two points."""
+        """Interpolates linearly; extrapolates from the last two points."""
         right = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
         (low, high), (least, most) = self.num_tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return least + (most - least) * (num_tokens - low) / (high - low)
@@ -81,9 +81,9 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """Keyed by kind."""
+        """By kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """Keyed by request id, then kind."""
+        """By request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         """Assumes that the tokens before it are accepted."""
@@ -126,7 +126,7 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of tokens in flight, keyed by request id."""
+        """Kinds of tokens in flight, by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -141,7 +141,7 @@ class AdaptiveLengthDrafter(TrackingDrafter):
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: costs of drafting a token for every request; None: drafting is free, and lengths are chosen
+        """`draft_costs`: of drafting a token for every request. None: drafting is free, and lengths are chosen
         afterwards.
         """
         super().__init__(drafter, max_drafts, step_costs)

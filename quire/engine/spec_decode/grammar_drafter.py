@@ -28,14 +28,14 @@ _MAX_FORCED_TEXT_BYTES = 256
 @dataclass(slots=True)
 class _GrammarState:
     matcher: LLMatcher | None
-    """None: it cannot follow the answer."""
+    """None if it cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """Computed once: there may be thousands."""
+    """Computed once, as there may be thousands."""
     num_matched: int = 0
     """Number of tokens of `forced_run` in the answer."""
     num_from_source: int = 0
-    """Leading tokens of the draft in flight from the other drafter."""
+    """Leading tokens of the draft in flight that the other drafter proposed."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
         self.num_consumed += len(answer)
@@ -103,7 +103,6 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """None if the request has no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
@@ -119,7 +118,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Forced tokens, then allowed draft tokens, then what is forced after them."""
+    """Forced tokens, then allowed draft tokens, then the tokens that are forced after them."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()

@@ -35,11 +35,11 @@ class NgramIndex:
     """Maps n-grams to positions after them, numbered through all texts."""
 
     def __init__(self, min_ngram: int) -> None:
-        # Numbers take a third of the time of objects, mostly garbage collection. N-grams are stored as hashes;
+        # Numbers take a third of the time of objects, which is mostly garbage collection. N-grams are stored as hashes;
         # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """Keyed by n-gram length, then hash."""
+        """By n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
         """Each text's first position."""
@@ -75,7 +75,7 @@ class NgramIndex:
 
 
 def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
-    """Also returns its length: the longer, the likelier acceptance."""
+    """Also returns the length of the match: the longer, the likelier acceptance."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(ending, match_position)) > longest:
@@ -92,7 +92,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """At the end of the text and what is `drafted` after it, start over: it may be repeating."""
+    """After the end of the text and of `drafted`, starts over, as the text may be repeating."""
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:
@@ -109,7 +109,7 @@ class LookupDrafter(Drafter):
         return [self.continue_draft(request, [], max_drafts) for request, max_drafts in draft_requests]
 
     def continue_draft(self, request: Request, drafted: Sequence[int], max_tokens: int) -> Draft:
-        """Tokens after those of the request and those `drafted` after them."""
+        """Tokens after those of the request and `drafted`."""
         ending = [*request.token_ids[-MAX_MATCH_LENGTH:], *drafted]
         best, length = _longest_match(ending, self.index_and_find_matches(request, ending))
         if best is None:
@@ -122,7 +122,7 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """(index, number of indexed tokens) keyed by request id."""
+        """(index, number of indexed tokens), by request id."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
@@ -142,7 +142,7 @@ class SuffixDrafter(LookupDrafter):
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """Keyed by cache salt, least recently used first."""
+        """By cache salt, least recently used first."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         recent = self._recent.get(request.engine_request.cache_salt)

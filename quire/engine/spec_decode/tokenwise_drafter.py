@@ -77,7 +77,7 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
         spent_seconds: float,
         num_step_tokens: int,
     ) -> list[int]:
-        """Return ascending indices of drafts for which one more token raises tokens per second.
+        """Ascending indices of drafts for which one more token raises tokens per second.
 
         `last_probabilities`: that each whole draft is accepted; 0 if it must not grow. `spent_seconds`: drafting time
         so far.

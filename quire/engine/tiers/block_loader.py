@@ -22,19 +22,19 @@ log = logging.getLogger("quire.tiers")
 
 _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
-"""Afterwards a request computes its blocks instead."""
+"""After this a request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""Time after which an idle engine looks for messages."""
+"""After this an idle engine looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
-"""Takes the digest, the block, the higher tiers, and the load's generation."""
+"""Receives the digest, the block, the higher tiers, and the load's generation."""
 
 
 class IncomingSnapshot(NamedTuple):
     slot: int
     digest: bytes
-    """Hash of the block that the snapshot follows."""
+    """Of the block that the snapshot follows."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +43,7 @@ class BlockLoad:
     cached_blocks: list[int]
     blocks: list[int]
     digests: list[Sequence[bytes]]
-    """Per block: hashes of its beginnings, ending with the whole block's."""
+    """Per block: hashes of its beginnings, the last being the whole block's."""
     tiers: list[str]
     """Per block: name of the tier that had it at the lookup."""
     began_at: float
@@ -80,7 +80,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """Keep their blocks until they end."""
+        """They keep their blocks until they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -88,7 +88,7 @@ class BlockLoader:
 
     @property
     def has_open_loads(self) -> bool:
-        """Excludes overdue loads, for which no request waits."""
+        """Without overdue loads, for which no request waits."""
         return bool(self._open_loads)
 
     @property
@@ -96,7 +96,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """False if the block is not already loading."""
+        """False if the block is not being loaded."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -161,7 +161,7 @@ class BlockLoader:
         self._finished_event.wait(_POLL_SECONDS)
 
     def shut_down(self) -> None:
-        """Wait for each thread's current block, at most the timeout."""
+        """Waits for each thread's current block, at most the timeout."""
         for load in self._open_loads:
             load.waiting = []
         self._threads.shutdown(wait=False, cancel_futures=True)

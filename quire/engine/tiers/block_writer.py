@@ -1,4 +1,4 @@
-"""Copies KV blocks to tiers in a thread when a request leaves the device, at the latest before they are reused."""
+"""Copies KV blocks to tiers in a thread, when a request leaves the device and at the latest before they are reused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_UNWRITTEN_BYTES = 256 * 2**20
 """Further blocks are not kept."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
-"""Takes the number of threads and a name."""
+"""Receives the number of threads and a name."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
@@ -28,18 +28,16 @@ class BlockWriter:
         self._uncopied: dict[int, bytes] = {}
         """Full blocks, unchanged until `copy_before_reuse`."""
         self._copy_lock = Lock()
-        """Held while a block is copied."""
         self._store_lock = Lock()
-        """Held while a copy is put into tiers."""
         self.generation = 0
-        """Increased by resets, after which earlier transfers are dropped."""
+        """Grows with resets, after which earlier transfers are dropped."""
         self._unwritten_bytes = 0
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         self.num_not_stored = 0
         """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0
-        """Copies made by the loop itself."""
+        """Copies that the loop itself made."""
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Blocks must be full. A prefix's first blocks count as most recently used."""
@@ -83,7 +81,7 @@ class BlockWriter:
         wait([last], _CLOSE_TIMEOUT_SECONDS)
 
     def promote_block(self, digest: bytes, copy: BlockContent, tiers: Sequence[Tier], generation: int) -> None:
-        """Called by any thread."""
+        """Thread-safe."""
         with self._store_lock:
             if generation == self.generation:
                 for tier in tiers:

@@ -24,9 +24,9 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Samples shared among all weight files, and bytes per sample."""
+"""Number of samples of all weight files together, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
-"""Applies even if the total then exceeds _NUM_SAMPLES."""
+"""Even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
 """Size of the parts that threads hash."""
 _THREADS = 4
@@ -37,7 +37,7 @@ FileStamp = tuple[str, int, int, int, int, int]
 
 
 def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
-    """`layout`: see BlockMover. Includes the code of kernels, layers and models."""
+    """`layout`: see BlockMover. The identity includes the code of kernels, layers and models."""
     settings = (
         config.online_quantization,
         config.quantize_embedding,
@@ -61,7 +61,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
 
 
 def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
-    """Independent of the path. "" if the weights are in no file or changed while loading."""
+    """Independent of the path. "" if no file has the weights, or they changed while loading."""
     if files is None or (sample := files.sample_digest()) is None:
         return ""
     raw = json.dumps(model.raw, sort_keys=True, default=repr)
@@ -79,7 +79,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """Construct before loading, because that takes the files' stamps."""
+    """Construct before loading, as this takes the files' stamps."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -103,7 +103,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """None if files changed, because the loaded content is then unknown."""
+        """None if files changed, as the loaded content is then unknown."""
         if self._is_dummy:
             return bytes(16)  # the identity includes the seed
         if not self._are_files_unchanged():
@@ -123,7 +123,7 @@ class WeightFiles:
 
 
 def _file_stamps(path: Path) -> list[FileStamp]:
-    """`path`: a folder of safetensors, or a GGUF file, whose other parts are included."""
+    """`path`: a folder of safetensors, or a GGUF file, with its other parts."""
     if path.is_dir():
         return [_file_stamp(file) for file in find_weight_files(path)]
     parts = [
@@ -141,7 +141,7 @@ def _file_stamp(file: Path) -> FileStamp:
 
 
 def _hash_file_part(part: tuple[str, int]) -> bytes:
-    """Includes the position: the same bytes elsewhere are other weights."""
+    """With the position, because the same bytes elsewhere are other weights."""
     path, begin = part
     with open(path, "rb") as file:
         file.seek(begin)

@@ -28,7 +28,7 @@ class TransferOptions:
     store_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_timeout: float = LOAD_TIMEOUT_SECONDS
-    """Seconds that a request waits for its blocks."""
+    """How long a request waits for its blocks."""
 
 
 class TieredKVOffloader(KVOffloader):

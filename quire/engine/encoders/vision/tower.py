@@ -57,12 +57,12 @@ class Tower(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Keyed by vision_tensor_name's result."""
+        """By `vision_tensor_name`."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
         """Yields costs that sum to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
-        MediaEmbeddings). Images have one size; batching changes no bits.
+        MediaEmbeddings). Images have one size; batching does not change bits.
         """
 
     @torch.inference_mode()
@@ -104,8 +104,6 @@ class PatchEmbedding:
 
 
 class ChannelLastPatchEmbedding:
-    """A pixel's colors are adjacent."""
-
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool) -> None:
         self._size, self._dtype = shape.patch_size, build_context.dtype
         self._linear = build_context.make_unquantized_linear(
@@ -131,7 +129,7 @@ def normalize_pixels(image: Image, normalization: PixelNormalization, device: to
 
 
 def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
-    """Pre-norm, no positions. Raises ModelError for an unsupported activation."""
+    """Pre-norm, without positions. Raises ModelError for an unsupported activation."""
     return EncoderSpec(
         names=names,
         vocab_size=0,
@@ -154,7 +152,7 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """[T, head_dim] as QKNormRopeParams.cos_sin; `rows`, `columns` [T], frequencies [head_dim / 4]."""
+    """[T, head_dim] like QKNormRopeParams.cos_sin; `rows`, `columns` [T], frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
