@@ -2,7 +2,7 @@
 
 `python build.py` builds the plain set and this machine's best, `python build.py all` all sets, for wheels and slow
 tests. g++ (or $CXX) needs no headers of Python or PyTorch, so one wheel serves all their versions. Imports only the
-standard library, as it runs inside pip's build.
+standard library, because it runs inside pip's build.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Returns the compiler's output by failed instruction set: it may be too old for one. Deletes outdated libraries of
-    other sets. A concurrent build waits.
+    """Returns the compiler's output by failed instruction set, because a compiler may be too old for one. Deletes
+    outdated libraries of other sets. A concurrent build waits.
     """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)

@@ -129,8 +129,6 @@ class Call(ctypes.Structure):
 
 
 class Collective(ctypes.Structure):
-    """Mirrors exports.h."""
-
     _fields_ = [
         ("memory", _POINTER),
         ("capacity", _LONG),
@@ -186,8 +184,8 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 
 class WeightArena:
-    """Memory for weights, on huge pages if available: with 4 KB pages, page table walks slow weight streaming by up to
-    a third. Tensors share large mappings.
+    """Memory for weights, on huge pages if available, because page table walks of 4 KB pages slow weight streaming by
+    up to a third. Tensors share large mappings.
     """
 
     def __init__(self) -> None:
@@ -350,7 +348,7 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """Returns this CPU's best instruction set if its library is missing."""
+    """None unless this CPU's best library is missing."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 

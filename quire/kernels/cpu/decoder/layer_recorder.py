@@ -28,7 +28,7 @@ from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
 """As in recorded.cpp."""
 _ALIGNMENT = 64
-"""Bytes; each buffer's part per token is a multiple of it."""
+"""In bytes. Each buffer's part per token is a multiple of it."""
 
 
 class _UnsupportedOperation(Exception):

@@ -23,7 +23,7 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Per mapping; also the most bytes that loading leaves unwritten."""
+"""Bytes per mapping, and the most bytes that loading leaves unwritten."""
 _MAX_MOVED_BYTES = 64 << 20
 """Per rebalance."""
 _REPLACEMENT_FACTOR = 1.25
@@ -61,7 +61,6 @@ class _FileExtent(NamedTuple):
     offset: int
     """Offset in the file."""
     size: int
-    """Bytes."""
 
 
 class MappedWeightArena(native_library.WeightArena):
@@ -160,7 +159,7 @@ class MappedDiskExperts(DiskExperts):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """The same number per layer, as use is still unknown."""
+        """The same number per layer, because use is still unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:

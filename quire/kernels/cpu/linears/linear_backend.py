@@ -37,7 +37,7 @@ class CpuLinearBackend(ReferenceBackend):
 
         On one Zen 4 core it is 1.5 to 3 times as fast as oneDNN with packed weights for one row, 1.1 times for 32, and
         equal from 128 up. For bfloat16 oneDNN takes 3 times as long on AVX-512 without bf16, and cannot pack on AVX2.
-        For float32 on AVX2 oneDNN is faster from a few rows up; routers still use our kernel, because a compiled MoE
+        For float32 on AVX2 oneDNN is faster from a few rows up. Routers still use our kernel, because a compiled MoE
         calls it.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS

@@ -14,7 +14,7 @@ _PANEL_OUTPUTS = 64
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """None if the kernel cannot fuse them: it needs the same number of inputs per scale, a multiple of 4, and a
+    """None if the kernel cannot fuse them. It needs the same number of inputs per scale, a multiple of 4, and a
     multiple of 4 inputs.
     """
     floats = [each for each in weights if isinstance(each, Float8Weight)]
