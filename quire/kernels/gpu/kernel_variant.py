@@ -1,4 +1,4 @@
-"""Triton kernel variants. The first launch of each takes seconds to compile; another process may compile the variants
+"""Triton kernel variants. The first launch of each takes seconds to compile. Another process may compile the variants
 that `dry_run_for_variants` lists into Triton's cache.
 """
 

@@ -23,7 +23,6 @@ def require_other_device(name: str) -> torch.device:
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """None if PyTorch does not report them."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
     try:
@@ -33,7 +32,6 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def empty_device_caches() -> None:
-    """Return memory that PyTorch caches to the system."""
     for name in OTHER_DEVICES:
         backend_module = getattr(torch, name, None)
         if backend_module is not None and backend_module.is_available():
@@ -54,5 +52,5 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """GPUs of Apple, and some of Intel, lack float64."""
+    """Apple's GPUs, and some of Intel's, lack float64."""
     return torch.float32 if is_other_device(device) else torch.float64

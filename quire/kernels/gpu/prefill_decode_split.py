@@ -1,4 +1,4 @@
-"""Attention of a mixed batch in two calls: decodes and prefills suit different kernels, and one grid, sized for the
+"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and one grid, sized for the
 longest prompt, would be mostly empty.
 """
 

@@ -28,7 +28,7 @@ class TritonBackend(TritonLinearBackend):
     """Paged attention for any block size on any GPU that Triton supports. Pages are [page, token, KV head, head_dim].
 
     The host never waits. Grids follow from shapes and the metadata's two maxima, so a decode in a CUDA graph stays
-    correct as contexts grow. There is no autotuning: only the first launch of a variant compiles, which takes seconds.
+    correct as contexts grow. There is no autotuning. Only the first launch of a variant compiles, which takes seconds.
     """
 
     name = "triton"

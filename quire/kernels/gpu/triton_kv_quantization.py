@@ -31,7 +31,7 @@ def integer_scale(most):
 
 @triton.jit
 def to_integer(x, scale):
-    """Ties to even: adding 1.5 * 2^23 leaves no bits for a fraction."""
+    """Ties to even, because adding 1.5 * 2^23 leaves no bits for a fraction."""
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 

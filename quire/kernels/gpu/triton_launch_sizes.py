@@ -15,7 +15,7 @@ FIXED_SPLIT = 512
 _MIN_EVEN_SPLIT, _MAX_EVEN_SPLIT = 256, 8192
 MAX_SPLITS = 32
 MAX_PARTIAL_SUMS = 2**26
-"""Most stored partial sums, 4 bytes each."""
+"""Stored partial sums, 4 bytes each."""
 
 
 class AttentionTiles(NamedTuple):
@@ -32,7 +32,6 @@ def cdiv(number: int, size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """number: at least 1."""
     return 1 << (number - 1).bit_length()
 
 

@@ -1,7 +1,7 @@
 """Samples tokens without sorting, and without making the host wait. Results equal those of
 engine/worker/sampling/sampler.py.
 
-A token's weight is exp(scaled logit - largest) in fixed point: sums are exact in any order, so neither chunks nor
+A token's weight is exp(scaled logit - largest) in fixed point. Sums are exact in any order, so neither chunks nor
 batches change a sample. A filter's threshold weight is found by bisection over float32 bits: among the candidates that
 a histogram by powers of two leaves, or in the whole vocabulary if the distribution is flat.
 """
@@ -17,7 +17,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = tl.constexpr(4096)
 _LEVELS = tl.constexpr(16)
-"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds the rest."""
+"""Level 0 is the largest weight, 1. Level j is [2^-j, 2^(1 - j)). The last has the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
 """1 in fixed point. MAX_VOCAB times it fits an int64."""
@@ -138,7 +138,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """At most mass - 1, as the product may round up to mass."""
+    """At most mass - 1, because the product may round up to mass."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 

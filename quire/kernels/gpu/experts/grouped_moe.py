@@ -29,7 +29,7 @@ _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert: up to the first tiles are small, above the second large."""
+"""Average rows per expert. Up to the first number tiles are small, above the second large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
 """For 16-bit weights; bytes of shared memory."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
@@ -97,7 +97,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums do not depend on other rows, nor do its bits if tiles are fixed."""
+    """A row's sums do not depend on other rows. Nor do its bits if tiles are fixed."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -163,7 +163,7 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Row order and starts for chosen [tokens, top_k] int64, without other ranks' rows."""
+    """Row order and starts for chosen [tokens, top_k] int64, excluding other ranks' rows."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)

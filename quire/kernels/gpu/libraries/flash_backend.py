@@ -41,7 +41,6 @@ class FlashPagedBackend(PagedAttentionBackend):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """flash-attn 2's requirements."""
         if device.type != "cuda":
             return f"runs on NVIDIA GPUs, not on {device.type}"
         if dtype not in _DTYPES:
@@ -131,9 +130,9 @@ class FlashPagedBackend(PagedAttentionBackend):
 class FlashLibraryBackend(FlashPagedBackend):
     package = ""
     compute_majors: tuple[int, ...] = ()
-    """Supported major compute capabilities; (): same as flash-attn 2."""
+    """Supported major compute capabilities; (): as flash-attn 2."""
     batch_variance_reason = ""
-    """Why a row's bits depend on the batch; "": they do not if deterministic."""
+    """Why a row's bits depend on the batch; "" if they do not when deterministic."""
 
     def __init__(self, library: Any, *, deterministic: bool = False) -> None:
         """library: the module, or why it is unusable."""

@@ -45,7 +45,7 @@ class TorchVarlenBackend(FlashPagedBackend):
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
 
-        Never splits keys: with pages and splits PyTorch leaves rows unwritten
+        Never splits keys, because with pages and splits PyTorch leaves rows unwritten
         (https://github.com/pytorch/pytorch/issues/194167). Unsplit decodes fill few thread blocks, and a causal window
         prevents packing of query heads. Triton therefore computes decodes, unless deterministic: a token needs the same
         bits in a decode and in a prefill chunk.

@@ -18,7 +18,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 _ROWS_PER_TILE = 64
 _INNER_STEP = 64
 _MIN_WIDE_OUTPUTS = 8192
-"""From here on tiles are twice as wide; there are enough to fill the GPU."""
+"""From here on tiles are twice as wide. There are enough to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -71,7 +71,6 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    """See Backend.pack_linear. A row has the same bits in every batch."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

@@ -1,5 +1,5 @@
 """LoRA (Hu et al., 2021) for many adapters in a batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
-2023): one kernel shrinks inputs to the rank, another expands them. Rows are sorted by adapter; a tile has one program
+2023): one kernel shrinks inputs to the rank, another expands them. Rows are sorted by adapter. A tile has one program
 per adapter, which masks other rows. Tiles and splits are fixed, so a row's bits depend only on the row and its adapter.
 """
 
@@ -24,7 +24,7 @@ from quire.kernels.quantized_tensors import (
 )
 
 _ROWS_PER_TILE = 16
-"""The tensor cores' minimum; most adapters have few rows."""
+"""The tensor cores' minimum. Most adapters have few rows."""
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
@@ -197,7 +197,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
-        """Queued after running steps; the host does not wait."""
+        """Queued after running steps. The host does not wait."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()

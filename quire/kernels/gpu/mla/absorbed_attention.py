@@ -1,5 +1,3 @@
-"""MLA in absorbed form over pages of latents."""
-
 from __future__ import annotations
 
 import torch
@@ -26,7 +24,9 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Keys per split, and splits. A multiprocessor runs one program: tiles of many rows take all its shared memory."""
+"""Keys per split, and splits. A multiprocessor runs one program, because tiles of many rows take all its shared
+memory.
+"""
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(most splits, elements of a row per program, warps). The first that fits is used."""
 _FIXED_REDUCE_BLOCK = 128

@@ -19,7 +19,7 @@ _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
 """Rows per tile if batch-invariant, and in decodes."""
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
-"""Length of the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
+"""Of the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -31,9 +31,9 @@ _TRIAL_SHAPE = (17, 4096)
 @dataclass(frozen=True, slots=True)
 class EightBitRounding(ActivationRounding):
     is_integer: bool
-    """If not, float8."""
+    """Otherwise float8."""
     has_block_scales: bool
-    """One scale per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
+    """One scale per BLOCK inputs of a row, [blocks, rows]. Otherwise [rows]."""
     pair_distance: int
     """Inputs per step if codes have the order of the weights' words; 0: natural order."""
 

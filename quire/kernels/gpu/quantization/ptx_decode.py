@@ -1,4 +1,4 @@
-"""PTX that decodes low-bit codes two at a time, where Triton's operations take one. Code bits become float bits; one
+"""PTX that decodes low-bit codes two at a time, where Triton's operations take one. Code bits become float bits. One
 multiply-add then gives the exact numbers.
 """
 
@@ -15,7 +15,7 @@ HAS_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None
 _ONE_BITS = {True: 0x3F80, False: 0x3C00}
 """1.0 as bfloat16 (True) and float16."""
 _MAGIC_BITS = {True: 0x4300, False: 0x6400}
-"""128 in bfloat16, 1024 in float16: their last bit counts 1, so OR-ing a small integer adds it."""
+"""128 in bfloat16, 1024 in float16. Their last bit counts 1, so OR-ing a small integer adds it."""
 
 
 def _paired_half_literal(half: int) -> str:

@@ -41,13 +41,12 @@ _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 _COLUMN_BLOCK = 1024
 """Columns per program."""
 _PROGRAMS_PER_PROCESSOR = 4
-"""Hides memory latency."""
 _MIN_STEPS = 4
 """In each part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """Parts share their inputs; outputs are concatenated."""
+    """Parts share their inputs. Outputs are concatenated."""
 
     def __init__(
         self,

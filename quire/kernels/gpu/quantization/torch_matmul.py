@@ -1,5 +1,5 @@
 """Products for many rows: float8 (torch._scaled_mm), int8 (torch._int_mm or Triton), and 16-bit with dequantized
-weights. Not for --deterministic: tiles depend on the number of rows.
+weights. Not for --deterministic, because tiles depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""For _scaled_mm; _int_mm requires half of it."""
+"""For _scaled_mm. _int_mm requires half of it."""
 _ROW_MULTIPLE = 4
 """For _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
@@ -174,7 +174,6 @@ def multiply_rounded(
 def multiply_dequantized(
     part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, most_bytes: int = DEQUANTIZED_BYTES
 ) -> None:
-    """`multiply_unrounded` of quantized_linear.py for 16-bit x and out."""
     most = max(
         INTERLEAVED_OUTPUTS, most_bytes // (part.in_features * x.itemsize) // INTERLEAVED_OUTPUTS * INTERLEAVED_OUTPUTS
     )

@@ -1,11 +1,11 @@
 """Products with quantized weights, decoded in registers.
 
 `multiply_weight_only` decodes exactly to x's dtype. Scales and offsets are applied to the float32 sums once per step,
-which lies in one group. Products are weights by x: 64 outputs fill a tensor core's rows even if x has few.
+which lies in one group. Products are weights by x, because 64 outputs fill a tensor core's rows even if x has few.
 
 Few rows fill a GPU only with a split inner dimension (`multiply_split_k`, `reduce_split_k`). NESTED makes the same sums
 in the same order, so with one tile size a row has the same bits in every batch. Integers become floats through their
-bits and one addition: the GPU converts at an eighth of that rate.
+bits and one addition, because the GPU converts at an eighth of that rate.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: also store to out, unrounded. Stores codes by blocks: in the sum's layout threads would have 16 numbers
+    """WHOLE: also store to out, unrounded. Stores codes by blocks. In the sum's layout threads would have 16 numbers
     instead of the norm kernel's 8, which changes the order of the sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)

@@ -11,7 +11,7 @@ from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
-"""Inputs per product; the largest that divides a group is used."""
+"""Inputs per product. The largest that divides a group is used."""
 SCALE_BLOCK = 128
 """Inputs of x per scale."""
 INTERLEAVED_OUTPUTS = 64
@@ -36,7 +36,7 @@ class PackedWeight:
     offsets: Tensor | None
     """[groups, outs], multiplied by the factors; None: 0."""
     group_size: int
-    """Inputs per scale; the last group may be smaller."""
+    """Inputs per scale. The last group may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
     """KIND, LOW, HIGH, SCALED and OFFSET."""
     in_features: int
@@ -134,8 +134,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """For contiguous reads, which dominate the time of few rows. Zero-pads outputs. Does not change byte codes and
-    weights for PyTorch's products.
+    """For contiguous reads, which dominate the time of few rows. Zero-pads outputs. Byte codes and weights for
+    PyTorch's products stay unchanged.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part

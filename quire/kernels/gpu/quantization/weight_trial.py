@@ -1,5 +1,5 @@
-"""Tries each quantized format before packing its first weight, because only that shows whether kernels are right with
-this compiler and GPU.
+"""Tries each quantized format before packing its first weight. Only this shows whether kernels are right with this
+compiler and GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROW_COUNTS = (3, 40, 300)
 _NUM_OUTPUTS, _MIN_INPUTS = 192, 1024
 """Inputs are rounded up to whole groups."""
 _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
-"""Relative, with x maybe in 8 bits; a float8 significand has 4."""
+"""Relative, with x maybe in 8 bits. A float8 significand has 4."""
 
 
 class QuantizedFormat(NamedTuple):
@@ -31,7 +31,6 @@ class QuantizedFormat(NamedTuple):
 
 
 PackFunction = Callable[..., Linear | None]
-"""`pack_without_trial` of quantized_linear.py."""
 
 
 def quantized_format(weight: QuantizedWeight) -> QuantizedFormat:

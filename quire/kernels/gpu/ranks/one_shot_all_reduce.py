@@ -1,4 +1,4 @@
-"""Small sums in one launch over the GPUs of one machine: launches dominate the time of a decode's sums.
+"""Small sums in one launch over the GPUs of one machine. Launches dominate the time of a decode's sums.
 
 CUDA IPC shares memory. PyTorch's symmetric memory is unsuitable: its rendezvous changes between versions, its sums
 never end if a rank is missing, and timeouts destroy the CUDA context.
@@ -24,7 +24,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 log = logging.getLogger("quire.kernels")
 
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
-"""All programs must run at once; every GPU can run this many."""
+"""All programs must run at once. Every GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
 """Each rank reads all numbers. For more an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
@@ -34,7 +34,6 @@ _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
 """A failed rank waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
-"""(number of elements, dtype)."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -51,7 +50,7 @@ class OneShotAllReduce:
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
         """rank_memories: each rank's `rank_memory_bytes` zeros, as this rank reaches them. host_flags: [2] int32 zeros
-        in host memory that the GPU reaches. max_polls: of another rank's count before giving up a sum.
+        in host memory that the GPU reaches. max_polls: polls of another rank's count before giving up a sum.
         """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
@@ -76,7 +75,6 @@ class OneShotAllReduce:
         return out
 
     def stop_waiting(self) -> None:
-        """Thread-safe."""
         self.host_flags[0] = 1
 
     def raise_if_failed(self) -> None:

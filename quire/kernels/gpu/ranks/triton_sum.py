@@ -3,7 +3,7 @@ others, waits for their signals, and adds all numbers in float32 and rank order.
 
 A program waits only for the same program on other ranks. Its signal is a count of sums. Two buffers alternate: a rank
 reuses one once all ranks have signaled the next sum, which they start only after reading this one. A system-scope
-release after a barrier makes stores visible; readers poll with acquires.
+release after a barrier makes stores visible, and readers poll with acquires.
 
 No wait is endless: polls are counted, and programs also poll a stop flag in host memory. After a program gives up, its
 rank never signals again, so no rank adds invalid numbers.

@@ -26,20 +26,20 @@ from quire.kernels.gpu.recurrent.triton_common import (
 )
 
 RECURRENCE_CHUNK = 64
-"""Tokens; Hopper's products have 64 rows."""
+"""In tokens. Hopper's products have 64 rows."""
 _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 
 @triton.jit
 def split_into_bfloat16_pair(x):
-    """Their sum differs from x by at most 2^-17 of it. Rounds with integers: scalar conversions are slow."""
+    """Their sum differs from x by at most 2^-17 of it. Rounds with integers, because scalar conversions are slow."""
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one; some
+    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one. Some
     numbers may be unused.
     """
     row = 0

@@ -1,6 +1,6 @@
 """advance_delta, advance_scan and advance_space compute token by token: read [T, HEADS, VALUE] and matrices. A program
-has some columns of one head's matrix of a sequence. One warp keeps sums over a column within it. One loop body serves
-decodes, prompts and drafts, so a token's bits depend only on the matrix before it and its inputs.
+has some columns of one head's matrix of a sequence. One warp holds whole columns, so it can sum over them. One loop
+body serves decodes, prompts and drafts, so a token's bits depend only on the matrix before it and its inputs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def token_input_pointers(
 
 @triton.jit
 def softplus(x):
-    """x above 20, as in PyTorch. Exact for small exp(x), as it cancels the rounding of 1 + exp(x)."""
+    """x above 20, as in PyTorch. Exact for small exp(x), because it cancels the rounding of 1 + exp(x)."""
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     some = tl.log(whole) * (power / tl.where(whole == 1.0, 1.0, whole - 1.0))
