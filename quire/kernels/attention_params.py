@@ -27,7 +27,7 @@ class AttentionParams:
     sinks: Tensor | None = None
     """[H] float32: scores without a value, added to the softmax's denominator (gpt-oss, 2025)."""
     value_dim: int | None = None
-    """The value is the first value_dim numbers of the key; both caches are the same tensor."""
+    """The value is the first value_dim numbers of the key. Both caches are the same tensor."""
     has_chunked_window: bool = False
     """Windows start at multiples of their size (Llama 4, 2025)."""
 
@@ -43,6 +43,6 @@ class AttentionParams:
 
     def window_if_limiting(self, longest: int) -> int | None:
         """None, which is faster, if the window hides no key in contexts of up to `longest` tokens. Deterministic
-        backends must not call it: `longest` depends on the batch.
+        backends must not call it, because `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

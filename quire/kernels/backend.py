@@ -24,7 +24,6 @@ from quire.kernels.routing import MoE, MoEComponents
 CachePair = tuple[Tensor, Tensor]
 CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""The first axis is the KV block, or the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class LinearContext:
 
     @classmethod
     def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
-        """CUDA graphs can record this."""
+        """Can be recorded in CUDA graphs."""
         return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
     def select_rows(self, rows: Tensor) -> LinearContext:
@@ -63,7 +62,7 @@ class LoraDelta:
 @dataclass(frozen=True, slots=True)
 class AdapterSlotSpec:
     num_slots: int
-    """Slots 1 to num_slots; slot 0: no adapter."""
+    """Slots 1 to num_slots. Slot 0: no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
     """Outputs of the fused linears, in order."""
@@ -302,13 +301,13 @@ class Backend(Operations):
     block_size: int
     """Tokens per KV block."""
     skips_negative_slots = False
-    """Slots below 0 (other ranks' tokens) store nothing. Without this such tokens go to a scratch block."""
+    """Slots below 0 (other ranks' tokens) store nothing. Otherwise such tokens go to a scratch block."""
     keeps_weights_quantized: bool
-    """If not, weights are dequantized at load."""
+    """Otherwise weights are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """For `ranks` ranks that each hold an equal part of every block; None if unsupported."""
+        """For ranks that each hold an equal part of every block; None if unsupported."""
         return None
 
     @abstractmethod
@@ -319,9 +318,7 @@ class Backend(Operations):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Why the model cannot be served, with a remedy, in one line. Call no other method unless None. softcap: the
-        model caps attention scores.
-        """
+        """Why the model cannot be served, with a remedy, in one line. Call no other method unless None."""
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
         """Same as unsupported_reason."""
@@ -366,7 +363,7 @@ class Backend(Operations):
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Fuse weights that share an input; they may be freed afterwards. If x is rounded to integers, each row is
+        """Fuse weights that share an input. They may be freed afterwards. If x is rounded to integers, each row is
         rounded by itself. wide: float32 result.
         """
 
@@ -374,7 +371,7 @@ class Backend(Operations):
     def pack_quantized_embedding(
         self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
     ) -> QuantizedEmbedding:
-        """weight [vocab, hidden] may be freed afterwards. tied: it is also the LM head."""
+        """weight [vocab, hidden] may be freed afterwards. tied: also used as the LM head."""
 
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
@@ -395,7 +392,7 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype: of the residual
+        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype describe the residual
         stream, which the first layer begins if `starts`. groups: block tables in the metadata.
         """
         return None

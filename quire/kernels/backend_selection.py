@@ -69,7 +69,6 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
-"""Returns why a backend cannot compute on the device, or None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class RankEnded(Exception):
 
 class Collective(ABC):
     """All ranks call the same methods in the same order, with equally many rows. A row's bits do not depend on other
-    rows. Methods raise RankEnded. Only ranks that meet at a store have those that raise NotImplementedError here.
+    rows. Methods raise RankEnded. Ranks need a store for methods that raise NotImplementedError here.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """The same answer on all ranks. The host waits. device: of the ranks' tensors."""
+        """The same answer on all ranks. The host waits. device: the tensors' device."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:

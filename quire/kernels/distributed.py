@@ -146,7 +146,6 @@ class DistributedCollective(Collective):
         return self._small_all_reduce
 
     def _run_collective(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
-        """begin: called once all ranks have joined."""
         if self._closed.is_set():
             raise RankEnded
         if self._is_suspended:
@@ -175,7 +174,7 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """address: of this machine. one_shot: on GPUs of one machine, sum small tensors with our own kernel if possible."""
+    """one_shot: on GPUs of one machine, sum small tensors with our own kernel if possible."""
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

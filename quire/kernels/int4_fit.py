@@ -1,5 +1,5 @@
-"""Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends, fits scale
-and offset to the codes of each try by least squares, and takes the best, rounded to half floats. Zero points, which
+"""Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends. Fits scale
+and offset to each try's codes by least squares, and takes the best, rounded to half floats. Zero points, which
 checkpoints use instead of offsets, are tried around the nearest one, with bfloat16 scales.
 """
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Inputs per scale."""
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
 """Fractions of a group's range that 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""Few enough to stay in a CPU's caches and not to start PyTorch's threads; many enough to keep other devices busy."""
+"""Few enough to stay in a CPU's caches and not to start PyTorch's threads, and many enough to keep other devices
+busy.
+"""
 _MIN_SCALE = 2.0**-100
 """Only with zero points."""
 

@@ -1,8 +1,8 @@
-"""8-bit keys and values. `torch.int8` has a bfloat16 scale per head and token. `torch.float8_e4m3fn` has codes alone; a
+"""8-bit keys and values. `torch.int8` has a bfloat16 scale per head and token. `torch.float8_e4m3fn` has codes alone. A
 layer may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend only on its
 own key and value.
 
-A page holds its scales: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton.
+A page includes its scales: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton.
 kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
@@ -37,7 +37,7 @@ def num_scale_elements(kv_dtype: torch.dtype) -> int:
 
 
 def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D], and for int8 bfloat16 scales [...]. Ties round to even; floats saturate."""
+    """Codes [..., D], and for int8 bfloat16 scales [...]. Ties round to even. Floats saturate."""
     wide = x.float()
     if kv_dtype != torch.int8:
         return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None

@@ -1,4 +1,4 @@
-"""MLA (DeepSeek-V2, 2024) keeps one latent per token, from which the keys and values of all heads derive, and one
+"""MLA (DeepSeek-V2, 2024) stores one latent per token, from which the keys and values of all heads derive, and one
 rotated key for all heads. Together they are one key of L + R elements, whose first L are the value. Queries are
 absorbed into latent space before attention, and the output is expanded afterwards.
 """
@@ -22,9 +22,9 @@ class LatentNormRopeParams:
     cos_sin: Tensor | None
     """[max positions, R] float32: cosines, then sines. None: NoPE."""
     is_interleaved: bool
-    """Rotated pairs are neighbors, as in DeepSeek's checkpoints. If not, (i, i + R/2)."""
+    """Rotated pairs are neighbors, as in DeepSeek's checkpoints. Otherwise (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
-    """For float8 pages; the key scale is also the value scale."""
+    """For float8 pages. The key scale is also the value scale."""
     unrotated_dim: int = 0
     """R if `cos_sin` is None."""
 

@@ -9,7 +9,7 @@ from quire.kernels.backend import Linear, LinearContext, LinearWithLora, LoraDel
 
 
 class ReferenceLinearWithLora(LinearWithLora):
-    """Works row by row: products of one shape give a row the same bits in every batch."""
+    """Works row by row, because products of one shape give a row the same bits in every batch."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

@@ -1,4 +1,4 @@
-"""Quantized weights in the forms that backends compute with; loading converts every checkpoint format to one of them. A
+"""Quantized weights in the forms that backends compute with. Loading converts every checkpoint format to one of them. A
 linear that multiplies x in 8 bits declares its `ActivationRounding`, so that the norm or gate before it can round x.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MAX_HALF_EXPONENT = 14
-"""An output's scales are divided by a power of two to fit half floats: the largest is below 2^15."""
+"""An output's scales are divided by a power of two to fit half floats. The largest is below 2^15."""
 
 
 @dataclass(frozen=True, slots=True)

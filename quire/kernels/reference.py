@@ -47,7 +47,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Number of most likely tokens that top-p searches first. It sorts all tokens if the distribution is too flat."""
+"""Most likely tokens that top-p searches first. It sorts all tokens if the distribution is too flat."""
 
 
 class ReferenceBackend(Backend):
@@ -347,7 +347,7 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Otherwise F.linear multiplies; its algorithm, and so a row's bits, may depend on the number of rows."""
+    """Otherwise F.linear multiplies. Its algorithm, and so a row's bits, may depend on the number of rows."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -14,7 +14,6 @@ from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.parameters.routing import Routing
 
 LinearFunction = Callable[[Tensor, Any], Tensor]
-"""A `Linear` of kernels/backend.py."""
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +34,7 @@ class MoEComponents:
     clamped_swiglu: ClampedSwiGLU | None = None
     """None: SiLU gate without limits."""
     activation: Activation | None = None
-    """For MLPs without gates; `gate_up` is then the up projection alone."""
+    """For MLPs without gates. `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None
     """[experts] float32; affects only the choice (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None
@@ -45,7 +44,7 @@ class MoEComponents:
     has_float32_router: bool = False
     """x is converted to float32 for the router."""
     first_expert: int = 0
-    """Index of the first expert in `gate_up` and `down`; other ranks have the others."""
+    """Index of the first expert in `gate_up` and `down`. Other ranks have the others."""
 
 
 def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:

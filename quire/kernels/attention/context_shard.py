@@ -27,7 +27,6 @@ class ContextShard:
         return pages * self.tokens_per_page + min(max(rest - self.rank * self.tokens_per_page, 0), self.tokens_per_page)
 
     def max_tokens_per_rank(self, context_len: int) -> int:
-        """Rounded up to whole pages."""
         return -(-context_len // (self.tokens_per_page * self.world_size)) * self.tokens_per_page
 
     def global_positions(self, local_indices: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return [pages * tokens, K, D]; quantized caches become float32, or float64 if `dtype` is float64."""
+    """Return [pages * tokens, K, D]. Quantized caches become float32, or float64 if `dtype` is float64."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -146,7 +146,7 @@ def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias as [kv_heads, group * rows, keys] for distances [group * rows, keys]; each query
+    """AttentionParams.relative_bias as [kv_heads, group * rows, keys] for distances [group * rows, keys]. Each query
     head has `rows` rows.
     """
     longest = (table.shape[1] - 15) // 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 _SOURCE_LOCATION = re.compile(r"at \d+:\d+:$")
-"""First line of a Triton compiler error; the message is last."""
+"""First line of a Triton compiler error. The message is last."""
 _INSTALL_HINT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 

@@ -1,1 +1,0 @@
-"""Small trials of a model's operations on a device."""

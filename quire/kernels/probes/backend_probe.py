@@ -1,4 +1,4 @@
-"""Tries a backend on the device before it is chosen: only running it shows that it was built for another GPU, PyTorch
+"""Tries a backend on the device before it is chosen. Only running it shows that it was built for another GPU, PyTorch
 or driver.
 """
 
@@ -24,10 +24,12 @@ GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""Tokens, and most query rows per KV head: flash-attn 4 has another kernel for rows that fit one tile."""
+"""Tokens, and most query rows per KV head. flash-attn 4 has another kernel for rows that fit one tile."""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""Makes few keys count, so that a scale that is a few percent off changes means by more than rounding does."""
+"""Gives few keys most of the weight, so that a scale that is a few percent off changes means by more than rounding
+does.
+"""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
 """For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
 wrong scale, a missing key or another sequence's page.
@@ -217,7 +219,7 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Indices and metadata of the last chunk of the first prompt and one token of the second; swapped: one token of the
+    """Indices and metadata of the last chunk of the first prompt and one token of the second. swapped: one token of the
     first and a chunk of the second, with the same total.
     """
     counts = (block_size + 2, 1)

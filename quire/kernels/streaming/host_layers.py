@@ -1,7 +1,7 @@
 """Layers in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU while earlier
 layers are computed.
 
-A pass leaves no copy running, so CUDA graphs can record it. Events order the streams: a slot is overwritten after its
+After a pass no copy is running, so CUDA graphs can record it. Events order the streams: a slot is overwritten after its
 layer is computed, and a layer is computed after its copy has arrived.
 """
 
@@ -51,7 +51,7 @@ class HostLayerStreamer(LayerStreamer):
         self.choose_streamed_layers(sizes)
 
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Moves its tensors off the device, so loading never holds more than the resident layers."""
+        """Moves its tensors off the device, so loading never needs much more memory than the resident layers."""
         if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
             return
         for tensor in linear.offloadable_tensors:

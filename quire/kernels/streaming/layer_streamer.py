@@ -51,7 +51,6 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
-        """The layer must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:

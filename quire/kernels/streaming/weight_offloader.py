@@ -13,7 +13,6 @@ class OffloadCounts(NamedTuple):
     experts_read: int = 0
     """Each expert counts once a step."""
     experts_kept: int = 0
-    """Experts read that were in memory."""
     experts_guessed: int = 0
     """Prefetched before their router had chosen."""
     experts_guessed_right: int = 0
