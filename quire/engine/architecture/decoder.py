@@ -39,10 +39,10 @@ class DecoderSpec:
     tie_embeddings: bool
     embedding_scale: float = 1.0
     positions: int | None = None
-    """Rows of a learned position table."""
+    """Rows of the learned position table, if any."""
     embedding_norm: bool = False
     residual_multiplier: float = 1.0
-    """The residual stream is kept divided by it."""
+    """The stream is stored divided by this factor."""
     per_layer_inputs: PerLayerInputsSpec | None = None
     reads_embeddings: bool = False
     head_bias: bool = False
@@ -53,7 +53,7 @@ class DecoderSpec:
     """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
 
     def parameter_shapes(self) -> ParameterShapes:
-        """Without a tied head."""
+        """Excludes a tied head."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
@@ -72,11 +72,10 @@ class DecoderSpec:
         return shapes | norm_shapes({**norms, FINAL_NORM: hidden}, self.norm)
 
     def head_shapes(self) -> ParameterShapes:
-        """A tied head has the embedding's weight instead."""
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Token and position tables, which a step looks up instead of multiplying."""
+        """Token and position tables, which a step only looks up."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -88,14 +87,12 @@ class DecoderSpec:
             name, layer_shapes = f"model.layers.{index}", ParameterShapes()
             for sublayer in layer:
                 shapes = sublayer.parameter_shapes(name, hidden)
-                # A norm that two sublayers of a layer read counts once.
                 repeated = count_parameters({key: shapes[key] for key in shapes.keys() & layer_shapes.keys()})
                 costs += sublayer.step_costs(name, hidden) + StepCosts(dense_parameters=-repeated)
                 layer_shapes |= shapes
         return costs
 
     def adaptable_linears(self) -> LinearSizes:
-        """Includes embedding and head."""
         hidden = self.hidden_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):

@@ -10,12 +10,10 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Modules of MTP layers only: norms of the embedding and of the hidden state, the linear that joins both, and the last
-norm.
-"""
+"""Of MTP layers only: norms of both inputs, the linear that joins them, and the last norm."""
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-"""Norms of embeddings, of hidden states, and of the head's input."""
+"""Norms of embeddings, hidden states and the head's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,6 @@ class MTPSpec:
 
     @classmethod
     def from_decoder(cls, spec: DecoderSpec) -> MTPSpec:
-        """`spec`: a decoder of these layers alone."""
         return cls(spec.layers, spec.hidden_size, spec.norm)
 
     @property
@@ -36,7 +33,6 @@ class MTPSpec:
         return {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """All but the layers, embedding and head."""
         size = self.hidden_size
         norms = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), size)
         return linear_shapes([EH_PROJ], size, 2 * size) | norm_shapes(norms, self.norm)
@@ -52,13 +48,13 @@ class EagleSpec:
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """Of the linear that joins the inputs into one hidden state."""
+    """The linear that joins the inputs has a bias."""
     aux_layers: tuple[int, ...] = ()
     """EAGLE-3 reads the inputs of these decoder layers."""
     norm_before_residual: bool = False
-    """EAGLE-3: the residual stream starts with the normed hidden state."""
+    """EAGLE-3: the stream starts with the normed hidden state."""
     draft_vocab_size: int | None = None
-    """Size of EAGLE-3's own head; None: it uses the decoder's, as EAGLE does."""
+    """Size of EAGLE-3's own head; None: the decoder's head."""
     has_token_map: bool = False
     """The draft head's token ids differ from the decoder's."""
 
@@ -67,7 +63,6 @@ class EagleSpec:
         return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """All but the layers, token map and embedding."""
         size = self.hidden_size
         shapes = linear_shapes([EAGLE_FC], size, (len(self.aux_layers) or 2) * size, bias=self.fc_bias)
         if self.draft_vocab_size is None:

@@ -24,8 +24,6 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeightNames:
-    """Names in layers follow `layer_template`."""
-
     word_embeddings: str
     layer_template: str
     """{} is the layer's index."""
@@ -62,10 +60,9 @@ class EncoderSpec:
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """Linears of ForSequenceClassification, by hidden size and number of labels."""
+    """Linears of ForSequenceClassification, given hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the position table; 0: no table."""
     first_position: int = 0
     """Row of a prompt's first token."""
     segments: int = 0
@@ -73,25 +70,24 @@ class EncoderSpec:
     """Buckets of relative positions, in one table for all layers."""
     bias: bool = True
     qkv_bias: bool = True
-    """Requires `bias`."""
+    """Only with `bias`."""
     up_bias: bool = True
-    """Requires `bias`."""
+    """Only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
-    """Gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
     """The gate follows `up` in the fused tensor."""
     pre_norm: bool = False
-    """Norms precede sublayers, except the first layer's attention."""
+    """Norms precede sublayers, except in the first layer's attention."""
     has_first_layer_norm: bool = False
-    """With `pre_norm`, norm the first layer's attention too."""
+    """With `pre_norm`, also before the first layer's attention."""
     has_rms_norms: bool = False
-    """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
+    """Instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """Per layer; (): 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
-    """Prompts are padded to the maximum length; attention includes padding."""
+    """Prompts are padded to the maximum length, and attention includes the padding."""
     projection: tuple[HeadLayerSpec, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
 
@@ -101,7 +97,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """In tokens; None without a position table."""
+        """None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:
@@ -126,7 +122,6 @@ class EncoderSpec:
         return (self.vocab_size + self.positions + self.segments) * self.hidden_size
 
     def step_costs(self) -> StepCosts:
-        """The embedding counts as an output head."""
         word_embeddings = self.vocab_size * self.hidden_size
         lookups = self.table_parameters() - word_embeddings
         return StepCosts(

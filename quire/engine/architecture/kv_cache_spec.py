@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 16
-"""Tokens hashed together in larger blocks. A cached prefix may end after any piece."""
+"""Tokens per hash in larger blocks. A cached prefix may end after any piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +14,11 @@ class PagedState:
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
     head: int = 0
-    """Elements of one key if layers differ, as their blocks then differ in shape."""
+    """Elements of one key; 0 if all layers are equal."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """kv_width, model_width: bytes per key or value element, and per element of the model's dtype.
-        head_scale_bytes: bytes per head for scales of quantized elements.
+        """Widths are bytes per element of keys and values, and of the model's dtype. head_scale_bytes: scales of
+        quantized heads.
         """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
@@ -31,7 +31,6 @@ class PagedColumnState:
     """
 
     channels: int
-    """Elements per column."""
     columns: int
     """Earlier tokens that a token sees."""
     window: None = None
@@ -45,7 +44,7 @@ class PagedColumnState:
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Drafts have separate columns because they may be rejected. `width`: bytes per element."""
+        """Draft tokens have separate columns, because they may be rejected. `width`: bytes per element."""
         return (self.columns + drafts) * self.channels * width
 
 
@@ -56,7 +55,6 @@ class MatrixState:
     """
 
     channels: int
-    """Elements per column."""
     columns: int
     """Earlier tokens that a token sees."""
     heads: int
@@ -82,7 +80,6 @@ class SharedState:
     """For a layer that reads another layer's KV blocks."""
 
     layer: int
-    """An earlier layer."""
     window: int | None
     paged_values_per_token: int = 0
 

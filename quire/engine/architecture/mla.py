@@ -35,11 +35,10 @@ class MLALayerSpec(SublayerSpec):
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """For o_proj and the linears that make latents."""
+    """Of o_proj and the linears that make latents."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of a cached key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -82,7 +81,7 @@ class MLALayerSpec(SublayerSpec):
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Without kv_b_proj: the layer converts its weight."""
+        """Excludes kv_b_proj, whose weight the layer converts."""
         linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
         del linears[f"{layer}.self_attn.kv_b_proj"]
         return linears

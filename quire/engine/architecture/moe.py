@@ -36,7 +36,7 @@ class LatentMoESpec:
 
     latent_size: int
     projection_names: tuple[str, str]
-    """In the checkpoint's layer: into the latent space, and out of it."""
+    """Into the latent space, and out of it."""
     bias: bool = False
 
 
@@ -45,14 +45,13 @@ class MoELayerSpec(SublayerSpec):
     num_experts: int
     routing: Routing
     intermediate_size: int
-    """Per expert."""
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
     """None: experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
-    """Norms the experts' summed output, before the residual addition."""
+    """Norms the experts' sum before the residual addition."""
     router_bias: bool = False
     float_router: bool = False
     """The router's weights are float32."""
@@ -63,19 +62,17 @@ class MoELayerSpec(SublayerSpec):
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
-    """If not, experts and shared experts use squared ReLU."""
+    """Otherwise all experts use squared ReLU."""
     shares_norm: bool = False
     """Reads attention's input norm."""
     parallel: bool = False
     """Experts read the previous sublayer's input; both outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    """In the checkpoint's layer: input norm, output norm."""
+    """Input norm, output norm."""
     gelu: bool = False
-    """Gates use tanh GELU, not SiLU."""
     router_scale: str | None = None
-    """Factor of the router's input, after a weightless norm and scaling by hidden^-0.5."""
+    """Factor of the router's input, after a norm without weights and scaling by hidden^-0.5."""
     expert_scales: str | None = None
-    """Factors of the expert weights."""
     is_expert_parallel: bool = False
     """Ranks divide experts, not the linears."""
     name: str = "mlp"
@@ -115,7 +112,7 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Only linears that every token uses, without the shared expert's gate."""
+        """Only linears that every token uses; excludes the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class HeadLayerSpec:
     name: str
-    """Tensor name without .weight or .bias."""
     in_features: int
     out_features: int
     bias: bool = True

@@ -16,13 +16,13 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
-    """Keeps a [key, value] matrix per head, and a convolution's last columns."""
+    """Keeps a [key, value] matrix per head, and the convolution's last columns."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
-    """Tokens that the convolution sees, the current one included."""
+    """Tokens that the convolution sees, including the current one."""
     norm: NormSpec
 
     @property
@@ -55,7 +55,7 @@ class DeltaNetSpec(MatrixStateSpec):
     """Heads are value heads. The output norm has no weight offset."""
 
     num_key_heads: int
-    """Key heads serve equally many value heads."""
+    """All key heads serve the same number of value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -90,8 +90,8 @@ class DeltaNetSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttentionSpec(MatrixStateSpec):
-    """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates are projected
-    through `low_rank` elements. The output norm has no weight offset.
+    """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates have low-rank
+    projections.
     """
 
     low_rank: int
@@ -140,23 +140,22 @@ class Mamba2LayerSpec(MatrixStateSpec):
     """`key_dim`: elements of b and c. `value_dim`: elements of a head's x."""
 
     num_groups: int
-    """A group's heads share b and c."""
     result_eps: float
     bias: bool = False
-    """For in_proj only."""
+    """In in_proj only."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """Per group, after or before the gate."""
+    """Norms each group after or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     """Bounds of time steps."""
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
-    """Reads attention's norm of the stream, before attention's output is added."""
+    """Reads the same norm as the layer's attention."""
     joins_input_only: bool = False
-    """The previous sublayer's output is added to this one's input, not to the stream."""
+    """The previous output is added to this input, not to the stream."""
     parent_module: str = ""
-    """Module in the checkpoint's layer that holds this one; "": the layer itself."""
+    """Module of the checkpoint's layer that holds this one, if any."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -186,14 +185,11 @@ class Mamba2LayerSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaLayerSpec(MatrixStateSpec):
-    """A head is a group of `value_dim` channels computed together. `key_dim`: elements of a channel's state, of b and
-    of c.
-    """
+    """A head is a group of `value_dim` channels. `key_dim`: elements of a channel's state, of b and of c."""
 
     dt_rank: int
-    """Elements that time steps are projected from."""
+    """Rank of the time steps' projection."""
     bias: bool = False
-    """For in_proj and out_proj."""
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
     """Norms of b, c, and the input of dt's projection. plain: without weights."""
@@ -229,12 +225,11 @@ class MambaLayerSpec(MatrixStateSpec):
 class ShortConvSpec(SublayerSpec):
     num_channels: int
     conv_width: int
-    """Tokens that a token sees, itself included."""
     norm: NormSpec
     bias: bool = False
-    """For both linears and the convolution."""
+    """In both linears and the convolution."""
     output_norm: bool = False
-    """Before the residual addition."""
+    """Norms the output before the residual addition."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

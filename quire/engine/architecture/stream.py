@@ -12,7 +12,7 @@ PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 @dataclass(frozen=True, slots=True)
 class OutputNormSpec(SublayerSpec):
-    """Norms the previous sublayers' output before the residual addition."""
+    """Norms the previous outputs before the residual addition."""
 
     norm: NormSpec
     norm_name: str
@@ -35,7 +35,6 @@ class LayerScalarSpec(SublayerSpec):
 class PerLayerInputsSpec:
     vocab_size: int
     size_per_layer: int
-    """Elements per token."""
     num_layers: int
     norm: NormSpec
     image_token_id: int

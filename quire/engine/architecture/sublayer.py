@@ -8,15 +8,11 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs of a step in a sublayer or a model."""
-
     dense_parameters: int
-    """Parameters that every token is multiplied with, counted once per read. Without lookup tables and routed experts.
-    """
+    """Parameters that every token is multiplied with, counted per read."""
     head_parameters: int = 0
-    """Of the output head, tied or not. Only sampled tokens are multiplied with it."""
+    """Of the output head. Only sampled tokens are multiplied with it."""
     num_experts: int = 0
-    """Routed, per layer."""
     experts_per_token: int = 0
     expert_parameters: int = 0
     """Of all layers' routed experts."""
@@ -43,7 +39,7 @@ class StepCosts:
 
     @property
     def active_parameters(self) -> int:
-        """With only the routed experts that one token uses."""
+        """Counts only the routed experts that one token uses."""
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
@@ -57,13 +53,10 @@ class StepCosts:
 
 
 class SublayerSpec:
-    """Subclasses are frozen dataclasses."""
-
     __slots__ = ()
 
     @property
     def kv_cache_spec(self) -> State | None:
-        """None if it keeps nothing per sequence."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -72,7 +65,6 @@ class SublayerSpec:
 
     @property
     def attention_width(self) -> int:
-        """Query heads times head size; 0 without attention."""
         return 0
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
