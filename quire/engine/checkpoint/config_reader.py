@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields under Llama's names, with the family's defaults. `raw`: a config.json or its text part."""
+    """Fields under Llama's names, with the family's defaults. `raw` may be the text part."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -39,7 +39,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         if fields.get("sliding_window_pattern") == 0:
             fields["sliding_window_pattern"] = None
         defaults = {name: value for name, value in family.defaults.items() if fields.get(name) is None}
-        if fields.get("rope_scaling"):  # RoPE of older files
+        if fields.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         fields |= defaults | {name: value for name, value in family.missing_defaults.items() if name not in fields}
         if family.fill_derived_fields is not None:
@@ -50,7 +50,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A multimodal model's text decoder has its own object, which overrides outer fields."""
+    """A text decoder's own object overrides outer fields."""
     text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
@@ -67,7 +67,6 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
-    """Raises ModelError for anything but an object."""
     for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
@@ -101,7 +100,6 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """Fields must be checked before."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -117,7 +115,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
-    """Raises ModelError if `impl` asks for a family that is missing."""
+    """Raises ModelError if `impl` requires a missing family."""
     if has_quire_family(content) and impl != "transformers":
         return False
     if impl == "quire" and content.get("model_type"):
@@ -133,14 +131,14 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized: a CPU then computes in float32 with a bfloat16 KV cache, which takes
+    """True if nearly all matrices are quantized. A CPU then computes in float32 with a bfloat16 KV cache, which takes
     the same memory (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """Without a dtype, quantized checkpoints are bfloat16, as gpt-oss is; others float32."""
+    """Default: bfloat16 if quantized, as gpt-oss is, else float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -185,8 +183,6 @@ def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
-    """Raises ModelError for contradictory fields."""
-
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
 
@@ -216,7 +212,7 @@ def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
 
 
 def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Our field names by the file's, where they differ."""
+    """Maps the file's field names to ours, where they differ."""
     text_fields = raw.get("text_config")
     fields = {**raw, **text_fields} if isinstance(text_fields, Mapping) else raw
     family, names = find_any_family(fields.get("model_type")), dict[str, str]()

@@ -24,7 +24,6 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """Raises ModelError."""
     with use_file_names_in_errors(config.file_field_names):
         if (family := find_decoder_family(config.model_type)) is None:
             known = ", ".join(decoder_model_types())
@@ -47,12 +46,12 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
 
 
 def is_encoder(config: ModelConfig) -> bool:
-    """False if transformers' class computes the model: it makes decoders of some encoders."""
+    """False if transformers' class makes it a decoder."""
     return config.transformers_config is None and find_encoder_family(config.model_type) is not None
 
 
 def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
-    """Raises ModelError for unsupported models."""
+    """Raises ModelError."""
     family = find_encoder_family(config.model_type)
     assert family is not None, f"{config.model_type} is not an encoder"
     return family.build_spec(config)
@@ -68,7 +67,7 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """None without a family; the text part alone may have one. Raises ModelError for unsupported models."""
+    """None without a family; the text part may have one. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")
@@ -104,7 +103,7 @@ def build_eagle_spec(
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """Layers whose inputs EAGLE-3 reads; by default an early, a middle and a late one."""
+    """Layers whose inputs EAGLE-3 reads. Default: an early, a middle and a late one."""
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")

@@ -1,4 +1,4 @@
-"""Selects and verifies files. The hub's client downloads them to its shared cache, resumes, and works offline."""
+"""Selects and verifies files. The hub's client downloads, resumes, and caches them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
-"""Used if a repository has no safetensors."""
+"""Only used without safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
-"""Per request at least; most headers fit."""
+"""Minimum per request; most headers fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
     size: int
     sha256: str | None
-    """None for small files, which are in git."""
+    """None for small files, which git stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """By path; None if the hub is unreachable and only the cache has the file."""
+    """By path. None if the hub is unreachable and the file is cached."""
     commit: str
 
     @property
@@ -74,7 +74,6 @@ def download_files(name: HubName, revision: str | None, patterns: Sequence[str])
 
 
 def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
-    """Raises ModelError."""
     models = group_models_by_tag(listing.files)
     if name.file is None:
         return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
@@ -107,7 +106,6 @@ def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
 
 
 def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing, patterns: Sequence[str]) -> Path:
-    """Checks the SHA-256 of new files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
@@ -127,7 +125,7 @@ def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing
 
 
 def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
-    """Deletes the file and raises ModelError on a mismatch."""
+    """Deletes the file and raises ModelError if it differs."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
@@ -156,7 +154,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """None unless all parts are cached. Does not ask the hub."""
+    """None unless all parts are cached. Works offline."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None

@@ -21,7 +21,6 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
-    """Raise ModelError for the client's errors."""
     # The HTTP library's base class, also of connection errors.
     from huggingface_hub.errors import HTTPError
 
@@ -131,7 +130,7 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
-    """Bytes that this user may write to the cache's disk; None if unknown."""
+    """None if unknown."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

@@ -23,10 +23,10 @@ _REVISION_PATHS = ("tree", "blob", "resolve", "raw")
 class HubName:
     repo: str
     tag: str | None = None
-    """Quantization in a GGUF file's name, such as Q4_K_M; ANY_GGUF: the best."""
+    """Quantization in a GGUF file's name, such as Q4_K_M, or ANY_GGUF."""
     file: str | None = None
     revision: str | None = None
-    """Set by a URL with a revision."""
+    """From the URL."""
 
     @property
     def wants_gguf(self) -> bool:

@@ -28,10 +28,9 @@ _MAX_GROUPS = 8
 @dataclass(frozen=True, slots=True)
 class KVCacheGroups:
     windows: tuple[int | None, ...]
-    """Per group: tokens that a token sees, itself included; None: all. Earlier blocks are freed."""
+    """Per group: tokens that a token sees, itself included; None: all."""
     group_of_layer: tuple[int, ...]
     layer_index_in_block: tuple[int, ...]
-    """Per layer: index among a block's layers."""
 
     @property
     def num_groups(self) -> int:
@@ -39,7 +38,6 @@ class KVCacheGroups:
 
     @property
     def layers_per_block(self) -> int:
-        """A group may have fewer."""
         return max(self.layer_index_in_block) + 1
 
 
@@ -72,8 +70,8 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def resolve_rope_context(
     config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
 ) -> int | None:
-    """Context length that RoPE is computed for; None if RoPE does not depend on it. `by_transformers`: transformers'
-    class computes the model. Raises ConfigError if rope_context has no effect.
+    """Context length that RoPE is computed for; None if RoPE does not depend on it. Raises ConfigError if rope_context
+    has no effect.
     """
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
@@ -87,7 +85,7 @@ def resolve_rope_context(
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """With disable_sliding_window, end the context at the narrowest window, so that all layers see all of it."""
+    """With disable_sliding_window, end the context at the narrowest window."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -104,7 +102,6 @@ def _sliding_windows(model: ModelConfig) -> list[int]:
 
 
 def max_draft_tokens_per_step(config: EngineConfig) -> int:
-    """Per sequence."""
     return (config.speculative_config or SpeculativeConfig(method="grammar")).max_draft_tokens
 
 
@@ -155,7 +152,7 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups`: of layers with their own KV blocks. `kv_source_layers`: the layer that each layer reads, or None."""
+    """`groups` cover layers with their own KV blocks. `kv_source_layers`: per layer, the layer it reads or None."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -190,7 +187,7 @@ def _assign_layers_to_groups(
 
 
 def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
-    """Most blocks of a group that a sequence of `num_blocks` blocks holds at once."""
+    """The most blocks of a group that a sequence of `num_blocks` blocks holds at once."""
     if window is None:
         return num_blocks
     return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
@@ -198,21 +195,21 @@ def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks:
 
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
-    """Blocks that a sequence holds, for steps of up to `max_chunk_tokens`."""
+    """Blocks of a sequence, for steps of up to `max_chunk_tokens`."""
 
     windows: tuple[int | None, ...]
     block_size: int
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """In all groups, without the first `cached_blocks`."""
+        """In all groups, excluding the first `cached_blocks`."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
         )
 
     def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:
-        """Longest sequence that fits, up to `max_tokens`."""
+        """Longest sequence that fits."""
         low, high = 0, -(-max_tokens // self.block_size)
         while low < high:
             middle = (low + high + 1) // 2

@@ -16,11 +16,10 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Bits per weight quantized at load (engine/layers/schemes/online_quantization.py), with scale and offset."""
+"""Bits per weight quantized at load, including scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
-"""Bits per weight of embedding and head quantized at load."""
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""Extra bytes per head and token, besides a byte per element, by kv_cache_dtype (kernels/kv_quantization.py)."""
+"""Bytes per head and token for scales, by kv_cache_dtype."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
@@ -31,12 +30,12 @@ _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 """By default states get at most a third of a GPU's free memory."""
 MIN_BLOCK_BYTES = 256
-"""For bookkeeping, such as hashes, if layers keep nothing in blocks."""
+"""For bookkeeping such as hashes, if layers store nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Estimate of CUDA, its libraries and PyTorch before any tensor."""
+"""Estimate for CUDA, its libraries and PyTorch."""
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Decode rows in mixed-batch CUDA graphs (engine/worker/graphs/mixed_batch_graphs.py). Up to about 300 rows, an H100
-takes longer to read weights than to multiply.
+"""Decode rows in mixed-batch CUDA graphs. Up to about 300 rows, an H100 takes longer to read weights than to
+multiply.
 """
 MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """In larger steps, even small models take a GPU longer than the host takes to launch kernels."""
@@ -49,15 +48,13 @@ NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
 """
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
-"""An assumption for all graphs of a drafter: thirty of a small model, or a hundred of one or two layers. They share the
-served model's memory pool.
-"""
+"""An assumption for all graphs of a drafter. They share the served model's memory pool."""
 
 MeminfoReader = Callable[[str], int | None]
 
 
 def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
-    """Includes decode rows."""
+    """Including decode rows."""
     rows = [size for size in MIXED_GRAPH_DECODE_SIZES if size < 2 * max_num_seqs] or MIXED_GRAPH_DECODE_SIZES[:1]
     return rows[-1] + max((size for size in MIXED_GRAPH_PREFILL_SIZES if size <= max_model_len), default=0)
 
@@ -70,9 +67,7 @@ def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """Memory above that of the largest step. Without `max_graph_tokens`, only decodes are captured, in a pool for fewer
-    tokens.
-    """
+    """Memory beyond that of the largest step. Without `max_graph_tokens`, only decodes are captured."""
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
     if max_graph_tokens is None:
         return step_bytes // 4 + draft_bytes
@@ -86,19 +81,17 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Each of `num_blocks` blocks is divided into one per group."""
+    """Each block is divided into one per group."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
-    """Over all layers."""
     max_model_len: int
     sizing_summary: str
     windows: tuple[int | None, ...] = (None,)
     blocks_per_context: int = 1
-    """Most blocks of a full context, in all groups."""
     state_bytes: int = 0
-    """Total of all slots."""
+    """Of all slots."""
     request_slots: int = 1
     snapshot_slots: int = 0
 
@@ -112,7 +105,7 @@ class KVCachePlan:
 
 
 class StateSlotCounts(NamedTuple):
-    """Slots for states outside blocks. One more slot takes results that belong to no sequence."""
+    """Slots for states outside blocks. One extra slot takes results that belong to no sequence."""
 
     request_slots: int
     snapshot_slots: int
@@ -133,9 +126,8 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """`state_memory_gib` overrides the default: on a GPU, memory for max_num_seqs sequences and as many snapshots, up
-    to a third of `available` bytes; on a CPU half of `available`, up to 2 GiB. With prefix caching, at least half is
-    for snapshots. Raises ConfigError.
+    """Default on a GPU: max_num_seqs sequences and as many snapshots, up to a third of `available` bytes; on a CPU:
+    half of `available`, up to 2 GiB. With prefix caching, at least half is for snapshots. Raises ConfigError.
     """
     if not needs_snapshots:
         return StateSlotCounts(max_num_seqs, 0)
@@ -170,12 +162,12 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """Bytes. `available`: measured after loading."""
+    """In bytes."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Bytes. `free`: measured after loading. `utilization`: share of `total` to be used in the end."""
+    """In bytes. `utilization`: share of `total` to be used in the end."""
     return max(int(free - total * (1 - utilization)), 0)
 
 
@@ -188,7 +180,7 @@ def fit_context_and_blocks(
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
     """Return the context in tokens, its blocks in all groups, and the blocks per group, at most those of max_num_seqs
-    full contexts. Callers must check whether a given max_model_len fits.
+    full contexts. Does not check whether max_model_len fits.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -228,7 +220,7 @@ def make_kv_cache_plan(
     state_bytes: int = 0,
 ) -> KVCachePlan:
     """Fit blocks and context into `available_bytes` - `state_bytes`. A given num_blocks may exceed memory. Raises
-    ConfigError if max_model_len exceeds the positions or memory.
+    ConfigError if max_model_len does not fit.
     """
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
@@ -304,7 +296,7 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """Minimum of the machine's and the control group's free memory; 8 GiB if both are unknown."""
+    """Minimum of the machine's and the control group's free memory; 8 GiB if unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
@@ -326,7 +318,9 @@ def check_kv_memory(gib: float | None, available_bytes: int | None, device_label
 def check_weights_fit_memory(
     weights: CheckpointSize | None, dtype: str, quantization: str | None = None, meminfo: MeminfoReader = read_meminfo
 ) -> None:
-    """Raises ConfigError if weights exceed free memory: the system would kill a process after minutes of loading."""
+    """Raises ConfigError if weights exceed free memory. Otherwise the system would kill a process after minutes of
+    loading.
+    """
     if weights is None or (free := meminfo("MemAvailable")) is None:
         return
     # CPU kernels may compress bfloat16 to 12 bits: see kernels/cpu/compress12.h.
@@ -344,7 +338,7 @@ def check_weights_fit_memory(
 
 
 def _free_cgroup_bytes() -> int | None:
-    """Reads control groups v2; None if unlimited or unknown."""
+    """Control groups v2 only. None if unlimited or unknown."""
     limit, used = _read_cgroup_bytes("memory.max"), _read_cgroup_bytes("memory.current")
     return None if limit is None or used is None else max(limit - used, 0)
 

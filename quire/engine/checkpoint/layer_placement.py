@@ -11,13 +11,12 @@ from itertools import pairwise
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
 
 STREAMED_LAYER_SLOTS = 2
-"""The layer being computed, and the next one."""
+"""The current layer and the next one."""
 DEFAULT_LAYER_MEMORY_FRACTION = 0.5
-"""Share of the memory that is free once weights are on disk."""
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Stages are equal; the first ones take any remainder, as the last one has the head and samples. Stages may be
+    """Stages are equal, and the first ones take any remainder, because the last one also samples. Stages may be
     empty.
     """
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
@@ -39,7 +38,6 @@ def layers_per_block_by_stage(groups: KVCacheGroups, num_stages: int) -> list[in
 
 
 def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
-    """The next picked layer is loaded while those before it are computed."""
     return [
         layer
         for layer in range(num_layers)
@@ -48,7 +46,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """The fewest layers to stream that let the rest fit. Raises ValueError if the slots alone do not fit."""
+    """The fewest layers to stream so that the rest fits. Raises ValueError if the slots alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)

@@ -23,12 +23,12 @@ class CatalogEntry:
     hub_name: HubName
     licence: str
     gigabytes: float | None
-    """Of 10^9 bytes, for the GGUF file; None for safetensors."""
+    """10^9 bytes of the GGUF file; None for safetensors."""
     config: Mapping[str, Any]
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """Empty if no name is near."""
+    """ "" if no name is similar."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -44,12 +44,11 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """Ignores case. Does not read the table for a path or hub id."""
+    """Ignores case. Skips the table for a path or hub id."""
     return None if "/" in name else load_catalog().get(name.lower())
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """By short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

@@ -57,7 +57,6 @@ from quire.engine.text.tokenizer_files import read_eos_token_ids
 
 _MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 DRAFT_HEAD_FILE_PATTERNS = (*_MODEL_FILE_PATTERNS, "*.bin", "*.pt")
-"""Many draft heads have PyTorch's format."""
 _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -76,14 +75,13 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def needs_download(name: str, revision: str | None) -> bool:
-    """Raises ModelError for an invalid name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not has_cached_weights(resolve_hub_name(name), revision)
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Refuses unsupported models before large downloads. Raises ModelError."""
+    """Get the hub's current version. Raises ModelError, before large downloads if the model is unsupported."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -93,13 +91,11 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 
 def resolve_adapter(name: str) -> Path:
-    """Raises ModelError."""
     folder = locate_adapter(name)
     return folder if isinstance(folder, Path) else download_files(folder, None, _ADAPTER_FILE_NAMES)
 
 
 def locate_adapter(name: str) -> Path | HubName:
-    """Raises ModelError."""
     path = _local_path(name)
     if path.is_dir():
         return path
@@ -110,7 +106,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """The setting `weights` must be a local path. Raises ModelError."""
+    """`weights` must be a local path. Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
@@ -169,7 +165,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[str, Any] | None:
-    """Merged with ModelOpt's file. None if there is no such file. Raises ModelError."""
+    """Merged with ModelOpt's file; None if missing. Raises ModelError."""
     content = files.read_json_file(file_name)
     if content is None or files.folder is None:
         return content
@@ -177,13 +173,13 @@ def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[
 
 
 def check_config_fields(raw: dict[str, Any], label: str) -> None:
-    """Raises ModelError naming a field that cannot be planned with."""
+    """Raises ModelError naming a wrong field."""
     with use_file_names_in_errors(file_field_names(raw)):
         convert_parsed_json(parse_text_config(raw, label), PlanConfigFields, label)
 
 
 def _make_temp_dir() -> Path:
-    """Deleted at exit, because it is read repeatedly."""
+    """Deleted at exit."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -268,7 +264,7 @@ def _read_generation_fields(files: ModelFiles) -> GenerationConfigFields:
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """{} for greedy models. Raises ModelError for values that no request could have."""
+    """{} for greedy models. Raises ModelError for invalid values."""
     generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}

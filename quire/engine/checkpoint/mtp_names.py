@@ -21,7 +21,6 @@ from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-"""Unused by checkpoints that store the MTP layer after the model's last."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -48,11 +47,9 @@ _PER_LAYER_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class MTPTensorNames:
-    """Names of the first MTP layer's tensors."""
-
     num_main_layers: int
     has_mtp_prefix: bool
-    """Names start with MTP_PREFIX; otherwise the layer's index is num_main_layers."""
+    """Otherwise the layer's index is num_main_layers."""
     num_sublayers: int = 1
     """Stored layers that together form the MTP layer."""
 
@@ -83,7 +80,7 @@ class MTPTensorNames:
 
 
 def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
-    """`path`: folder or GGUF file. Raises ModelError without MTP layers."""
+    """Raises ModelError without MTP layers."""
     names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf_header(path).tensors
     if mtp_tensors := [name for name in names if name.startswith(MTP_PREFIX)]:
         output_norms = [
@@ -112,7 +109,7 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """The filter accepts stored names of the text model's tensors, without MTP layers."""
+    """The filter accepts stored names of text tensors outside MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 

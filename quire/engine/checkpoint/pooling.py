@@ -1,6 +1,5 @@
 """How a model computes vectors: sentence-transformers' modules
-(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch, as the
-server reads it too.
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch.
 """
 
 from __future__ import annotations
@@ -110,11 +109,10 @@ class PoolingConfig:
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Tokens that the model was trained for, if known."""
+    """Tokens that the model was trained for."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts to prepend."""
     default_prompt_name: str | None = None
-    """Used if a request names none."""
 
     @property
     def task(self) -> Task:
@@ -124,7 +122,7 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, encoders the mean,
+    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, and encoders the mean,
     normalized. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
@@ -193,8 +191,8 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """A generative model embeds only if files or settings define pooling, as its hidden states mean little otherwise
-    (any two texts score 0.99). Raises ConfigError for an impossible runner.
+    """A generative model embeds only if files or settings define pooling, because its hidden states mean little
+    otherwise (any two texts score 0.99). Raises ConfigError for an impossible runner.
     """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner
     if runner == "generate" and not has_head:

@@ -42,9 +42,9 @@ class WeightFormat:
     """gptq, awq, packed (integers of compressed-tensors), int8, float8, float4, bnb8 or bnb4."""
     bits: int = 8
     group_size: int = 0
-    """Inputs per scale; 0: all inputs."""
+    """Inputs per scale; 0: all."""
     zero_point_offset: int = 0
-    """Added to stored zero points: GPTQ's first version stores one less."""
+    """Added to stored zero points, because GPTQ's first version stores one less."""
     is_symmetric: bool = True
     """There are no zero points."""
     scale_strategy: str = "channel"
@@ -57,7 +57,7 @@ class WeightFormat:
     has_exponent_scales: bool = False
     """Scales of 8-bit floats are powers of two, stored as exponents (e8m0)."""
     is_modelopt: bool = False
-    """Tensors have ModelOpt's names, and NVFP4's global scale is a factor. Otherwise it is a divisor."""
+    """Tensors have ModelOpt's names, and NVFP4's global scale is a factor, not a divisor."""
 
     @property
     def stored_bits(self) -> float:
@@ -85,7 +85,7 @@ _MODELOPT_FORMATS = {
 
 
 class ModulePatterns:
-    """Names of modules, wildcards (fnmatch), and regular expressions after re:."""
+    """Names of modules, fnmatch wildcards, and regular expressions after re:."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ModelError for an invalid or possibly slow regular expression."""
@@ -129,12 +129,11 @@ class WeightFormatRules:
 
     @property
     def trusts_stored_dtypes(self) -> bool:
-        """A weight of 16 or 32 bits is unquantized even if no pattern says so, as before ModelOpt 0.39."""
+        """A 16- or 32-bit weight is unquantized even if no pattern says so, as before ModelOpt 0.39."""
         return self.method == "modelopt"
 
     @property
     def mean_stored_bits(self) -> float:
-        """Of quantized weights; 0 if there are none. Assumes linears of equal size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)
@@ -177,12 +176,12 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 
 def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`content`: of config.json. ModelOpt describes weights there, in hf_quant_config.json, or in both; config.json
-    wins. It also exports unquantized models. Other methods stay unchanged. Raises ModelError.
+    """`content`: config.json, which wins over hf_quant_config.json. ModelOpt may describe weights in either, and
+    exports unquantized models too. Raises ModelError.
     """
     stored = content.get("quantization_config") or {}
     if not isinstance(stored, dict):
-        return content  # the schema reports it
+        return content
     method, beside = stored.get("quant_method"), (hf_quant_config or {}).get("quantization")
     is_unnamed = method is None and (beside is not None or stored.get("quant_library") == "modelopt")
     if not is_unnamed and not str(method).startswith("modelopt"):
@@ -264,7 +263,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """Only gpt-oss' experts, named as in engine/worker/loading/stacked_experts.py."""
+    """Only gpt-oss' experts (engine/worker/loading/stacked_experts.py)."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 
@@ -333,7 +332,7 @@ def _parse_modelopt(config: QuantizationConfig) -> FormatGroups:
 
 
 def _read_modelopt_kv_algo(config: QuantizationConfig) -> str:
-    """FP8, or "" if the KV cache is not quantized."""
+    """FP8, or "" if the KV cache is unquantized."""
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         kind = scheme.get("type"), scheme.get("num_bits")
@@ -384,7 +383,6 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
-    """-1: one group of all inputs."""
     size = default if group_size is None else group_size
     return max(size, 0)
 

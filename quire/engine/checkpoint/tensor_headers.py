@@ -24,7 +24,7 @@ from quire.engine.gguf.tensor_types import FLOAT_TYPES
 
 INDEX_FILE = "model.safetensors.index.json"
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The loader casts these to the served dtype."""
+"""The loader casts these to the model's dtype."""
 _DTYPE_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_INDEX_BYTES = 64 * MIB
 _MAX_HEADER_BYTES = 100_000_000
@@ -61,21 +61,20 @@ class _TensorEntry(msgspec.Struct):
 
 class TensorHeader(NamedTuple):
     dtype: str
-    """As safetensors names it."""
     shape: tuple[int, ...]
 
 
 class CheckpointSize(NamedTuple):
     num_floats: int
-    """Elements of 16 bits or more, loaded in the served dtype."""
+    """Elements of 16 bits or more, cast at load."""
     packed_bytes: int
     """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
-    """Bits per element of a quantized embedding, which may be the tied head."""
+    """Bits per element of a quantized embedding."""
 
 
 def text_tensor_name(name: str) -> str | None:
-    """Name in a text-only model; None for tensors of image towers and MTP heads."""
+    """None for tensors of image towers and MTP heads."""
     if name.startswith(_NON_TEXT_PREFIXES) or any(part in name for part in _VISION_NAME_PARTS):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")
@@ -86,7 +85,7 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Name without prefixes that only some files have; None for other tensors."""
+    """Without prefixes that only some files have; None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -94,7 +93,7 @@ def vision_tensor_name(name: str) -> str | None:
 
 def find_weight_files(path: Path) -> list[Path]:
     """Files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder, because
-    the index is downloaded. Links may lead anywhere.
+    the index may be hostile. Links may lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
@@ -127,7 +126,7 @@ def is_pickled(file: Path) -> bool:
 def read_checkpoint_size(
     path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
 ) -> CheckpointSize | None:
-    """Reads only headers, a few KB per file. None if a file is missing. Raises ModelError naming file and tensor."""
+    """Reads only headers, a few KB per file. None if a file is missing. Raises ModelError."""
     if not path.is_dir():
         return _read_gguf_size(path, is_counted, excluded_pattern)
     floats = packed_bytes = 0
@@ -151,7 +150,7 @@ def read_checkpoint_size(
 def read_tensor_headers(
     path: Path, map_name: Callable[[str], str | None] = text_tensor_name
 ) -> dict[str, TensorHeader]:
-    """`map_name`: returns None to skip a tensor. Raises ModelError."""
+    """`map_name` returns None to skip a tensor. Raises ModelError."""
     headers = {}
     for shard in find_weight_files(path):
         for stored_name, tensor in (_read_shard_header(shard) or {}).items():
@@ -198,7 +197,9 @@ def _read_gguf_size(
 
 
 def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
-    """None without the file. safetensors files begin with the header's length, eight little-endian bytes, then JSON."""
+    """None without the file. A safetensors file starts with the header's length, eight little-endian bytes, then
+    JSON.
+    """
     if is_pickled(shard):
         pickled_tensors = pickled.read_pickled_tensor_headers(shard)
         if pickled_tensors is None:
@@ -240,7 +241,7 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """Raises ModelError for overlapping tensors, as the safetensors library does."""
+    """Raises ModelError, like the safetensors library."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

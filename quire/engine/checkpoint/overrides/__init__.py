@@ -29,8 +29,8 @@ _NESTED_CONFIG_SUFFIX = "_config"
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """With hf_overrides, return a folder of links with a changed config.json, which all processes share. Raises
-    ModelError, and ConfigError without config.json.
+    """With hf_overrides, return a folder of links with a changed config.json. Raises ModelError, and ConfigError
+    without config.json.
     """
     path = resolve_model(config.model, config.revision)
     if not config.hf_overrides:
@@ -45,7 +45,6 @@ def resolve_model_with_overrides(config: EngineConfig) -> Path:
 
 
 def load_model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """Raises ModelError."""
     tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
     return read_model_config(path, config.model_impl, tokenizer, config.chat_template, resolve_weights(config))
 
@@ -74,7 +73,7 @@ def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
-    """`max_tokens` is an upper limit. Raises ModelError, or ConfigError naming the setting."""
+    """Raises ModelError, or ConfigError naming the setting."""
     source = config.generation_config
     defaults: dict[str, float] = {}
     if source == "auto":

@@ -1,6 +1,5 @@
-"""Reads tensor types and shapes of `torch.save` files without torch. A pickle may call anything, so only the few
-instructions of torch.save are interpreted; others are refused. engine/worker/loading/weight_loader.py reads the
-weights.
+"""Reads tensor types and shapes of `torch.save` files without torch. A pickle may call anything, so only torch.save's
+few instructions are interpreted.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _LITERAL_OPCODES = {
 
 class PickledTensor(NamedTuple):
     dtype: str
-    """As safetensors names it."""
+    """safetensors' name."""
     shape: tuple[int, ...]
     nbytes: int
     """0 if another tensor has the same storage."""
@@ -125,8 +124,6 @@ def _interpret_file(file: IO[bytes]) -> Any:
 
 
 class _PickleStack:
-    """Tracks marks, so that no instruction scans the stack."""
-
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._marks: list[int] = []
@@ -214,14 +211,13 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
 
 
 def _require_string(value: Any) -> str:
-    """Does not hash or print values: nested tuples may be exponentially large."""
+    """Does not hash or print values, because nested tuples may be exponentially large."""
     if not isinstance(value, str):
         raise ValueError("its pickle has a name that is not a string")
     return value
 
 
 def _parse_storage(persistent_id: Any) -> _StorageRef:
-    """persistent_id: ("storage", kind, key, device, count)."""
     kind = persistent_id[1].dotted_name.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
     if persistent_id[0] != "storage" or kind not in {*_STORAGE_DTYPES, "Untyped"}:
         raise ValueError(f"it holds a storage of {persistent_id[1].dotted_name[:60]!r}, which is not known")

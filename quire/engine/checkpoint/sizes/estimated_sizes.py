@@ -76,7 +76,6 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
-    """transformers' classes cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )
@@ -128,9 +127,7 @@ def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
 
 
 def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> tuple[int, int, int, int, int]:
-    """Parameters of a dense MLP, an expert, the router per expert, and shared experts; number of layers with
-    experts.
-    """
+    """Parameters of a dense MLP, an expert, the router per expert, and shared experts; number of MoE layers."""
     kind = text_fields.get("model_type")
     linears = 2 if kind in _UNGATED_MLP_TYPES else 3
     mlp_width = read_optional_size(text_fields, "intermediate_size") or int(
@@ -155,12 +152,11 @@ def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name`: a key of SIZE_FIELD_ALIASES. 0 if missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 
 def read_required_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name`: a key of SIZE_FIELD_ALIASES. Raises ModelError if missing."""
+    """Raises ModelError if missing."""
     value = read_optional_size(text_fields, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

@@ -39,19 +39,18 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
-    """Method; None if unquantized."""
+    """None if unquantized."""
     bits_per_weight: float
     """With scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
-    """Empty if supported."""
     notes: tuple[str, ...]
     tower_parameters: int
     """Of image tower and connector; not in `num_parameters`."""
     tower_linear_parameters: int
-    """Of these, parameters that can be quantized."""
+    """Those that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
-        """`quantization` at load applies only to linears."""
+        """`quantization` applies only to linears."""
         bits = 8 * bytes_per_value if quantization is None else QUANTIZED_BITS[quantization]
         return (self.tower_parameters - self.tower_linear_parameters) * bytes_per_value + round(
             self.tower_linear_parameters * bits / 8
@@ -68,7 +67,6 @@ class ModelSizes(DecoderSizes):
 
     @property
     def num_caching_layers(self) -> int:
-        """Without layers that read another layer's KV blocks."""
         return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
 
     @property
@@ -81,7 +79,6 @@ class ModelSizes(DecoderSizes):
 
     @property
     def conv_values_per_token(self) -> int:
-        """In the model's dtype."""
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
@@ -119,7 +116,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """Fields must be checked before. Raises ModelError naming a missing size, and for models that are not decoders."""
+    """Raises ModelError naming a missing size, and for models that are not decoders."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
