@@ -34,14 +34,12 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """Settings that give a new engine the same capacity, whatever memory is free then."""
+    """Give a new engine the same capacity, whatever memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
 
 class EngineConfig(BaseModel):
-    """Fields have vLLM's flag names if they mean the same."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
     model: str = Field(
@@ -290,7 +288,6 @@ class EngineConfig(BaseModel):
 
     @property
     def online_quantization(self) -> OnlineQuantization | None:
-        """Format that weights are quantized to at load."""
         return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
@@ -318,7 +315,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """memory: in bytes. Large GPUs compute long steps fastest, and have memory for them."""
+        """memory: in bytes. Large GPUs compute long steps fastest."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
@@ -344,7 +341,6 @@ class EngineConfig(BaseModel):
     @field_validator("speculative_config", mode="before")
     @classmethod
     def parse_speculative_config(cls, value: object) -> object:
-        """Accepts a method, or JSON text."""
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("{"):
@@ -357,7 +353,6 @@ class EngineConfig(BaseModel):
     @field_validator("kv_events_config", mode="before")
     @classmethod
     def parse_kv_events_config(cls, value: object) -> object:
-        """Accepts JSON text."""
         if not isinstance(value, str):
             return value
         try:
@@ -392,7 +387,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accepts bytes as in vLLM, 10000000000 or 10G: no machine has a million GiB."""
+        """Accepts bytes as in vLLM, 10000000000 or 10G, because no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:

@@ -21,7 +21,7 @@ def _parse_json_object(value: object) -> object:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
-"""An object, or JSON text of one."""
+"""An object, or its JSON text."""
 
 
 def _normalize_dtype(value: Any) -> Any:
@@ -30,7 +30,7 @@ def _normalize_dtype(value: Any) -> Any:
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Maps vLLM's other names. Raises ValueError for names of unsupported devices."""
+    """Maps vLLM's other names. Raises ValueError for unsupported devices' names."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -56,15 +56,13 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of checkpoint formats and of its kernels for them."""
+"""vLLM's names of checkpoint formats and kernels."""
 
 
 _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
-    """vLLM's fields and defaults."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable_kv_cache_events: bool = False
@@ -76,9 +74,9 @@ class KVEventsConfig(BaseModel):
     buffer_steps: int = Field(10_000, ge=1)
     """Batches kept for replay."""
     hwm: int = Field(100_000, ge=1)
-    """Batches that wait for a slow subscriber."""
+    """Batches queued for a slow subscriber."""
     max_queue_size: int = Field(100_000, ge=1)
-    """Batches that wait to be sent."""
+    """Batches queued for sending."""
     topic: str = ""
     data_parallel_rank: int | None = Field(None, ge=0)
     """Set for replicas."""
@@ -97,7 +95,6 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """Replicas use the next ports, as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -157,7 +154,6 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Per sequence and step, of all sources."""
         if self.method == "none":
             return 0
         num_lookup_tokens = 0 if self.lookup is None else self.num_lookup_tokens or DEFAULT_LOOKUP_TOKENS
@@ -201,5 +197,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Why a device of PyTorch or vLLM is not served; None if served or unknown."""
+    """None if served or unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

@@ -21,10 +21,9 @@ from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 16 * MIB
-"""Python objects take up to 30 times this. Real files have some KB, or some MB if ModelOpt lists every expert."""
+"""Python objects take up to 30 times this. Real files have some KB, or some MB from ModelOpt."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
-"""In an error."""
 Validated = TypeVar("Validated")
 
 
@@ -46,7 +45,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
 
 
 def open_required(path: Path) -> BinaryIO:
-    """Raises ModelError, also if the file is missing."""
+    """Raises ModelError, also if missing."""
     file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")

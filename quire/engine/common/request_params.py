@@ -11,14 +11,12 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings together: each is compared with held-back text."""
+"""Of all stop strings together. Each is compared with text held back."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
-"""Number of DRY's sequence breakers, and characters of each (llama.cpp's limit)."""
+"""Number of DRY's sequence breakers, and length of each (llama.cpp's limit)."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Constrains the whole answer."""
-
     kind: Literal["json", "regex", "lark"]
     text: str
     """JSON schema, Rust regular expression, or llguidance's Lark or GBNF."""
@@ -34,7 +32,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Greedy below, as in vLLM: dividing by less may make logits infinite."""
+"""Greedy below, as in vLLM. Dividing by less may make logits infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
@@ -216,7 +214,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = -1
     dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = ()
-    """A repetition that DRY penalizes contains none of these token sequences."""
+    """Repetitions that DRY penalizes contain none of these sequences."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     """Default: all tokens."""
@@ -309,7 +307,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
-        """63 bits, random if the request has no seed. The first choice's seed does not depend on n."""
+        """63 bits, random without a seed. The first choice's seed does not depend on n."""
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -332,14 +330,10 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
 
 
 SAMPLING_FIELDS = _list_sampling_fields()
-"""In SamplingParams' order."""
 BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
-"""generation_config.json may set these."""
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
-"""Settings of the page and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
-"""Request bodies have these by the same name."""
 
 
 def find_sampling_field(name: str) -> NamedSamplingField | None:
@@ -353,7 +347,7 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""Hidden states: the last token's, the mean, the first token's; none: one per token."""
+"""Last token's hidden state, mean, first token's; none: one per token."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
@@ -361,7 +355,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     dimensions: int | None = None
     """Keep only an embedding's first elements (Kusupati et al., 2022, "Matryoshka Representation Learning")."""
     activation: bool | None = None
-    """Scale embeddings to length 1, or turn scores into probabilities; None: the model's default."""
+    """Normalize embeddings, or turn scores into probabilities; None: the model's default."""
     second_segment: int | None = None
     """Start of the second text, for encoders that distinguish two."""
 

@@ -1,4 +1,4 @@
-"""A step's decisions and results, which can be sent to other processes."""
+"""A step's decisions and results, as messages between processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 DRAFT_SOURCES = ("model", "lookup", "grammar")
-"""Of draft tokens: a draft model or head, an n-gram or suffix match, a grammar."""
+"""Sources of draft tokens: a draft model or head, an n-gram or suffix match, a grammar."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that enters a slot of the device."""
-
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
@@ -31,8 +29,6 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Part of an image's encoding, before the step's tokens."""
-
     digest: bytes
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
@@ -45,14 +41,14 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens `start` to `start + num_tokens` of a slot; the device holds their ids.
+    """Tokens `start` to `start + num_tokens` of a slot. The device stores their ids.
 
     `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
     samples the next token and writes it to the slot, so that a later step can compute it before the host knows it.
 
-    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at each
-    position. The step returns sampled tokens up to and including the first that differs from its draft; the KV of later
-    drafts is overwritten.
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at each of their positions. The step
+    returns sampled tokens up to and including the first that differs from its draft. The KV of later drafts is
+    overwritten.
     """
 
     request_id: str
@@ -64,25 +60,25 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """False for pooling, which happens in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
-    """A request may have only these; `num_tokens` is then 0."""
+    """If a request has only these, `num_tokens` is 0."""
     draft_sources: list[int] = []
-    """Index in DRAFT_SOURCES of each draft token, for statistics."""
+    """Index in DRAFT_SOURCES of each token, for statistics."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Between two steps, a head drafts tokens from hidden states."""
+    """A head drafts tokens from hidden states between two steps."""
 
     slot: int
     num_tokens: int
-    """With the token that the last step sampled."""
+    """Including the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
     """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that a draft model has not computed: `num_tokens` from `start`, in blocks from `first_block`. A slot keeps
-    its content until another request enters.
+    """`num_tokens` tokens from `start`, which a draft model has not computed, in blocks from `first_block`. A slot
+    keeps its content until another request enters.
     """
 
     slot: int
@@ -117,18 +113,18 @@ class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks that were loaded from a tier before the request's first step."""
+    """Blocks loaded from a tier before the request's first step."""
 
     request_id: str
     tier: str
     num_tokens: int
     began_at: float
     ended_at: float
-    """Seconds of time.monotonic(), like the start."""
+    """In seconds of time.monotonic()."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Never reaches the API process."""
+    """Never sent to the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
@@ -136,11 +132,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """In order, before anything is computed."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
-    """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Names of loaded adapters, and the seconds that requests waited for each."""
+    """Adapters' names, and the seconds that requests waited for each."""
     freed_slots: list[int] = []
-    """Since the previous step."""
     slot_copies: list[SlotCopy] = []
     """In order, before anything is computed."""
 
@@ -174,13 +168,13 @@ class RequestFailure(NamedTuple):
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
-    """One per sampling request, plus one per accepted draft."""
+    """One per sampling request and accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """Per prompt token of the chunk: log probability of the next token."""
+    """Log probability of the next token, per prompt token of the chunk."""
     errors: dict[str, RequestFailure] = {}
     """These requests end."""
     vectors: dict[str, bytes] = {}
-    """For pooling requests, which end: float32, little-endian."""
+    """float32, little-endian. These pooling requests end."""
     used_cuda_graph: bool = False

@@ -12,7 +12,7 @@ UNSUPPORTED_DRAFT_METHODS = (
     "gemma4_mtp_assistant",
     "extract_hidden_states",
 )
-"""Of vLLM. No method changes answers, so the model is served without one."""
+"""vLLM's. No method changes answers, so the model is served without one."""
 IGNORED_VLLM_KEYS = {
     "attention_backend",
     "moe_backend",
@@ -41,11 +41,11 @@ IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""These affect only the speed of drafting."""
+"""Affect only the speed of drafting."""
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Why a part of a speculative_config is ignored; "" if none is."""
+    """ "" if nothing is ignored."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,4 +1,4 @@
-"""Frozen structs between server and engine."""
+"""Frozen structs that server and engine exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
 """busy: too much at a time. constraints: no token is left. grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
-"""How long blocks stay pinned for a next turn."""
+"""How long blocks stay pinned for the next turn."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
@@ -21,13 +21,12 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     name: str
     digest: str
-    """Hash of the content."""
     folder: str
     """Must not change while a request needs it."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens that the features of an image, or of a part of one, replace."""
+    """Prompt tokens that an image's features replace, or part of them."""
 
     start: int
     """In the prompt."""
@@ -35,9 +34,9 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
-    """Tokens see later ones of the span, so no step may end within it."""
+    """Tokens see later ones of the span, so steps must not split it."""
     offset: int = 0
-    """Number of the content's features in earlier spans."""
+    """Number of the image's features in earlier spans."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -73,7 +72,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     emitted_ids: list[int] = []
     """Output of an engine that died; generation continues after it."""
     session: str = ""
-    """The caller's name of a conversation, whose blocks stay pinned."""
+    """The caller's conversation id; its blocks stay pinned."""
     keep_seconds: float = 0.0
     """How long to keep pinned blocks; 0: the engine decides."""
     cache_salt: str = ""
@@ -81,7 +80,6 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     priority: int = 0
     """The lowest goes first, and is preempted last."""
     tenant: str = ""
-    """Tenants of a priority share the engine by weight."""
     weight: float = 1.0
     """Above 0."""
     adapter: Adapter | None = None
@@ -120,8 +118,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     """1: most likely."""
     top: list[tuple[int, float]]
-    """Most likely first, as many as requested. With logprob_token_ids: those and the sampled token, in the same order.
-    """
+    """Most likely first. With logprob_token_ids: those and the sampled token, in the same order."""
 
 
 MissReason = (
@@ -132,8 +129,6 @@ MissReason = (
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Divergence from the tenant's closest earlier sequence."""
-
     num_common: int
     diverges_in: Literal["prompt", "answer"]
     """Of the earlier sequence."""
@@ -149,15 +144,14 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens that were computed before but are not in the prefix cache."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
-    """Most tokens first."""
     compute_seconds: float
-    """Share of these tokens in the time of the prompt's steps."""
+    """These tokens' share of the prompt's step time."""
     conversation: str
-    """Id of the conversation's first request."""
+    """First request's id."""
     turn: int
     """From 1."""
     own_load: bool = False
-    """For evictions: whether the tokens that the tenant computed since would fill the cache alone."""
+    """For evictions: would the tokens that the tenant computed since fill the cache alone?"""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -195,7 +189,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     backend: str
-    """Attention backend, and why it was chosen."""
+    """With the reason for the choice."""
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -214,15 +208,15 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rope_context: int | None = None
     """Context length that RoPE was chosen for; None if irrelevant."""
     context_pages: int = 1
-    """Most blocks of a full context. This and the statistics count per KV cache group, num_blocks over all
+    """The most blocks of a full context. This and the statistics count per KV cache group, num_blocks over all
     `page_groups`.
     """
     state_bytes: int = 0
-    """Recurrent states of all slots, outside KV blocks."""
+    """Recurrent states of all slots."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
-    """Why requests may not have images; "" if they may."""
+    """"" if requests may have images."""
     step_tokens: int = 0
     """Maximum."""
     content: str = ""
@@ -231,4 +225,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of linears that adapters may change, for transformers' classes; {}: see lora/target_modules.py."""
     caches_prefixes: bool = True
-    """False if prefix caching is off, or the model's layers do not support it."""
+    """False if it is off, or unsupported by the model's layers."""

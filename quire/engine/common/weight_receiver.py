@@ -1,5 +1,3 @@
-"""Methods of the process that receives a trainer's weights."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -8,7 +6,7 @@ from abc import ABC, abstractmethod
 class WeightReceiverMethods(ABC):
     @abstractmethod
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
-        """Returns when all have joined. Raises if some take over `timeout` seconds."""
+        """Returns when all have joined. Raises after `timeout` seconds."""
 
     @abstractmethod
     def leave(self) -> None: ...
