@@ -1,4 +1,4 @@
-"""KV blocks: reference counts, and the prefix cache's map from block hashes to blocks.
+"""KV blocks: reference counts, and the prefix cache's map from hashes to blocks.
 
 A block larger than `hash_block_size` is also found by the hashes of its beginnings. Free blocks keep their content
 until reallocated: first blocks without hashes, then the least recently freed, then pinned ones.
@@ -18,7 +18,7 @@ NULL_BLOCK = -1
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """Prefixes with different salts or adapters never match. `adapter`: hex digest of its content."""
+    """Prefixes with different salts or adapters never match. `adapter`: hex digest."""
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
@@ -54,13 +54,12 @@ class BlockPool:
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
-        """Called with the hashes of a block that is no longer found."""
+        """Called with the hashes of an evicted block."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Called with blocks about to be reused, while their old content is intact."""
+        """Called with blocks about to be overwritten."""
 
     @property
     def num_free(self) -> int:
-        """With pinned blocks."""
         return len(self._free) + len(self._free_pinned)
 
     @property
@@ -69,7 +68,7 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
-        """These are allocated before pinned blocks."""
+        """They are allocated before pinned blocks."""
         return len(self._free)
 
     @property
@@ -148,7 +147,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> bool:
-        """False if another block has the hash; lookups then keep finding that block."""
+        """False if another block has the hash. Lookups then keep finding that block."""
         assert self.ref_counts[block] > 0, "registering a block that has no owner"
         if digest in self._block_by_hash:
             return False
@@ -169,7 +168,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """The block is allocated next. It must have no references or pins."""
+        """Requires no references or pins. The block is allocated next."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)

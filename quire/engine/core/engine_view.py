@@ -18,9 +18,8 @@ MAX_LISTED_REQUESTS = 512
 """Others are only counted."""
 MAX_LISTED_IMAGES = 32
 MAX_LISTED_BLOCKS = 1024
-"""Others are only counted."""
 _MAX_TILE_GAP = 4
-"""Marks of tiles between two spans of one image."""
+"""Marks between two spans of an image."""
 EMPTY_BLOCK = 0
 CACHED_BLOCK = 1
 FIRST_OWNER = 2
@@ -49,7 +48,7 @@ def take_engine_view(
 
 
 def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
-    """Empty while the request waits; None for an unknown id."""
+    """Empty while the request waits; None if unknown."""
     request = scheduler.find_request(request_id)
     if request is None:
         return None

@@ -16,11 +16,11 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten: most would
+"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten. Most would
 be raised to the smallest counter anyway.
 """
 OUTPUT_TOKEN_COST = 2
-"""In prompt tokens; the paper's value."""
+"""In prompt tokens, as in the paper."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
@@ -61,7 +61,7 @@ class FairQueue:
         self._queues: dict[tuple[int, str], list[Request]] = {}
         """By (priority, tenant), in sort-key order, without empty lists."""
         self._last_served = 0.0
-        """Where a tenant's counter starts if no other tenant waits."""
+        """A tenant's counter starts here if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
         """`whole_prompts`: prompts cannot be split, so steps cannot be short."""
@@ -109,8 +109,8 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """In order. A candidate is less urgent, or has a larger sort key and a tenant that without it still runs at
-        least as many requests per weight as the waiting tenant would. So no preemption provokes another in return.
+        """In order. A candidate is less urgent, or has a larger sort key and a tenant that would still run at least as
+        many requests per weight as the waiting tenant. So no preemption provokes another in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -143,7 +143,6 @@ class FairQueue:
         """The request has ended and does not wait."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
-        """See SchedulerOutput.adapter_loads."""
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:

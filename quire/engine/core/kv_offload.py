@@ -25,7 +25,7 @@ class KVOffloader(ABC):
     @property
     @abstractmethod
     def num_blocks_not_stored(self) -> int:
-        """Blocks that came too fast for any tier."""
+        """These came too fast for any tier."""
 
     @abstractmethod
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
@@ -37,7 +37,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if the request must wait for blocks beyond the device's `cached` ones. No queue then holds it until
+        """True if the request must wait for blocks beyond the device's `cached` ones. No queue holds it until
         `take_loaded_requests` returns it. The pool has free blocks for all its tokens.
         """
 
@@ -51,7 +51,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def wait_for_loads(self) -> None:
-        """Wait briefly; called only while there is nothing to compute."""
+        """Waits briefly. Called only while there is nothing to compute."""
 
     @abstractmethod
     def take_load_records(self) -> list[BlockLoadRecord]:
@@ -70,7 +70,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def close_tiers(self) -> None:
-        """Store blocks on their way, then end the threads."""
+        """Finish storing, then end the threads."""
 
 
 class NullKVOffloader(KVOffloader):

@@ -25,18 +25,17 @@ MAX_PINNED_SHARE = 0.5
 DEFAULT_PAUSE_SECONDS = 60.0
 """Assumed length of a session's first pause."""
 _MAX_LISTED_RATIO = 4
-"""Conversations may list the same block. All lists together hold at most this times the share."""
+"""Conversations may list the same block. All lists hold at most this times the share."""
 _EXTRA_UNPINNED = 64
-"""Blocks unpinned in addition to those needed now; at most 1/16 of the pool."""
+"""Blocks unpinned beyond those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
-"""With sessions that have no pinned blocks."""
+"""Including sessions without pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
     tenant: str
     key: str | None
-    """None without a session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     num_turns: int = 0
     last_request_id: str = ""
@@ -47,7 +46,6 @@ class Session:
     """Hash of the last request's last full block."""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
-    """In seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
         """The larger, the less likely the session continues."""
@@ -80,7 +78,6 @@ class PinnedSessions:
         """Least recently used first."""
         self._running: dict[str, Session] = {}
         self._num_listed = Counter[str]()
-        """Counts a block once per conversation."""
         self._next_expiry = 0.0
 
     @property
@@ -217,7 +214,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """Starts with the last blocks of the sessions least likely to continue. See BlockPool.unpin_some."""
+        """Starts with the last blocks of the sessions least likely to continue."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)

@@ -14,7 +14,6 @@ from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 class ScheduledChunk:
     num_tokens: int
     cost: int
-    """With encoder work."""
     encoder_chunks: Sequence[EncoderChunk] = ()
 
     def __bool__(self) -> bool:
@@ -30,7 +29,7 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A request while the scheduler runs it; only the scheduler changes it.
+    """A running request; only the scheduler changes it.
 
     `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request is
     caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last
@@ -48,7 +47,7 @@ class Request:
         pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
-        """`pools_all_tokens`: embeddings need all hidden states, which rules out the prefix cache."""
+        """`pools_all_tokens`: embeddings need all hidden states, so the prefix cache is unusable."""
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
@@ -65,18 +64,17 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """See BlockTables."""
         self.num_trimmed_tokens = 0
         """Blocks outside this position's window are freed."""
         self.num_sent_blocks = 0
         """Blocks that the device knows."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
-        """Tokens up to the last state snapshot taken or restored."""
+        """Tokens up to the last state snapshot."""
         self.num_cached_tokens: int | None = None
-        """None before it is first scheduled."""
+        """None before the first start."""
         self.num_charged_tokens = 0
-        """Recomputing these prompt tokens after a preemption is free."""
+        """Recomputing these prompt tokens is free after a preemption."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -94,7 +92,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """`place` may be a user's function, and raise or return something else than a number."""
+        """`place` may be a user's function that raises or returns something else than a number."""
         try:
             sort_key = place(self.engine_request)
             problem = (

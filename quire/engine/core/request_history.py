@@ -1,5 +1,5 @@
-"""Timelines of requests and steps, kept by the client's process so that they outlive engines. Requests share step
-records, so a token costs one reference.
+"""Timelines of requests and steps, in the client's process, so that they outlive engines. Requests share step
+records.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Phases that only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change;
-waiting for the last output.
+"""Only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change; waiting for
+the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
-"""Later ones are only counted."""
+"""Later steps are only counted."""
 MAX_TOTAL_STEPS = 100_000
 """At most about 500 bytes each. Beyond this, the oldest requests keep only their phases."""
 
@@ -88,11 +88,9 @@ class Timeline:
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)
-    """Draft tokens, indexed like DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
     """0 before the first."""
@@ -100,7 +98,7 @@ class Timeline:
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """Their sum is the time until the end, or until `now`."""
+        """The sum is the time until the end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
@@ -115,7 +113,7 @@ class Timeline:
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Marks never run backwards, although two processes read the clock."""
+        """Times never decrease, although two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -193,7 +191,6 @@ class RequestHistory:
 
     @property
     def ended_timelines(self) -> list[Timeline]:
-        """In order of ending."""
         return [self._ended_timelines[request_id] for request_id in self._ended_ids]
 
     def record_submission(self, request: EngineCoreRequest) -> None:

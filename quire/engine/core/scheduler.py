@@ -58,7 +58,7 @@ class Scheduler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """True if some running request's last token must reach the host before its next step."""
+        """True if a running request's last token must reach the host before its next step."""
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
@@ -83,13 +83,13 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """A request's sort key within its priority and tenant: the smallest goes first, ties go by arrival. A class
-        given by --scheduler-cls may override it.
+        """A request's sort key within its priority and tenant: smallest first, then by arrival. A class given by
+        --scheduler-cls may override it.
         """
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Outputs an error at once if the request can never fit."""
+        """Outputs an error if the request can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._config.tasks:
             self._queue_error_output(
@@ -130,7 +130,7 @@ class Scheduler:
             self._waiting.push_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """Ignores unknown ids, as the request may just have finished."""
+        """Ignores unknown ids, because the request may just have finished."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
@@ -226,7 +226,6 @@ class Scheduler:
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
-        """Preempts if blocks run out."""
         budget = self._waiting.make_step_budget(
             self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
         )
@@ -336,7 +335,7 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Full blocks can be shared even within this step: each layer stores keys and values before it attends."""
+        """Full blocks can be shared within this step, because each layer stores keys and values before it attends."""
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
         num_drafts = len(draft.token_ids)
@@ -366,7 +365,7 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Charge the tenant once per prompt token from `start` on that is now computed."""
+        """Charge the tenant once per newly computed prompt token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(

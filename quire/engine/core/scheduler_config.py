@@ -22,7 +22,7 @@ class SchedulerConfig:
     hash_block_size: int | None = None
     """A divisor of block_size, its default."""
     whole_prompts: bool = False
-    """Never split prompts, as encoders require. None may exceed max_num_batched_tokens."""
+    """Never split prompts, as encoders require."""
     pools_all_tokens: bool = False
     tasks: Collection[Task] = ("generate", "embed", "classify")
     micro_batches: int = 1

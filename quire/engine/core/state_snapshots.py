@@ -13,7 +13,7 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""A snapshot at the prompt's end gets its own step only if it saves this many tokens."""
+"""A prompt's end gets its own step only if the snapshot saves this many tokens."""
 
 
 class SnapshotConfig(NamedTuple):
@@ -30,19 +30,19 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """Of the block that the snapshot follows."""
+    """Of the last block that the snapshot covers."""
     slot: int
 
 
 class StateSnapshots(ABC):
     interval_tokens: int
-    """Snapshots are also taken at prompt ends."""
+    """Prompt ends have snapshots too."""
     is_required: bool
     pool: BlockPool | None
 
     @abstractmethod
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """Number of leading blocks after which a request can start."""
+        """Leading blocks after which a request can start."""
 
     @abstractmethod
     def publish_snapshots(self) -> None:
@@ -62,7 +62,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def save_state(self, request: Request, num_known: int) -> None:
-        """The step computes the first `num_known` tokens, none of them a draft."""
+        """The step computes the first `num_known` tokens, none of them drafts."""
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
@@ -86,15 +86,17 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The last snapshot, and the last within the prompt, as a template may later render the answer differently."""
+        """The last snapshot, and the last within the prompt, because a template may render the answer differently
+        later.
+        """
 
     @abstractmethod
     def reserve_slot_for_load(self) -> int | None:
-        """Until `finish_load`. None if no slot is free now."""
+        """Reserved until `finish_load`. None if no slot is free."""
 
     @abstractmethod
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """`is_complete`: False if it failed."""
+        """`is_complete`: False if the load failed."""
 
 
 class NullStateSnapshots(StateSnapshots):
@@ -149,7 +151,7 @@ class NullStateSnapshots(StateSnapshots):
 
 class PooledStateSnapshots(StateSnapshots):
     """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
-    Evicts snapshots without a cached block first, then the least recently used.
+    First evicts snapshots without a cached block, then the least recently used.
     """
 
     is_required = True
@@ -226,7 +228,7 @@ class PooledStateSnapshots(StateSnapshots):
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Without snapshots that are only filled when the next step begins."""
+        """Excludes snapshots that the next step fills."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -268,7 +270,6 @@ class PooledStateSnapshots(StateSnapshots):
         self._pool.unref([snapshot])
 
     def _next_snapshot_end(self, request: Request) -> int:
-        """Always more than the computed tokens."""
         regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_snapshot_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
@@ -276,7 +277,7 @@ class PooledStateSnapshots(StateSnapshots):
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """None if too few tokens precede the block end. The prompt's last token must be computed."""
+        """None if too few tokens precede the block end."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

@@ -21,7 +21,6 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     fetched_tokens: int = 0
     fetched_bytes: int = 0
     fetch_seconds: float = 0.0
-    """Summed over all blocks."""
     stored_pages: int = 0
     stored_bytes: int = 0
     off: bool = False
@@ -40,7 +39,7 @@ class _Counters(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
-    """By a CUDA graph."""
+    """Run by a CUDA graph."""
     captured_prompt_steps: int = 0
     """Those with prefill."""
     drafts: int = 0
@@ -64,7 +63,7 @@ class _Counters(msgspec.Struct, array_like=True):
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the engine's start. `saved_blocks`: freed by sliding windows."""
+    """Gauges, and counters since the start. `saved_blocks`: freed by sliding windows."""
 
     running: int = 0
     waiting: int = 0
@@ -77,16 +76,15 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     load_seconds: float = 0.0
     """Time that requests waited for tiers."""
     pages_lost: int = 0
-    """Blocks that came too fast for any tier."""
+    """These came too fast for any tier."""
     prefix_unit: int = 0
-    """Cached prefixes are multiples of this many tokens; 0: cache off. Constant."""
+    """Cached prefixes are multiples of this many tokens; 0: cache off."""
     kept_blocks: int = 0
     """Pinned blocks, used or free."""
     cache_tokens: int = 0
-    """KV cache capacity; constant."""
+    """KV cache capacity."""
     experts_read: int = 0
-    """Only on the first rank, with weights on disk. See OffloadCounts in quire/kernels/streaming/weight_offloader.py.
-    """
+    """Only on the first rank, with weights on disk (OffloadCounts in quire/kernels/streaming/weight_offloader.py)."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -112,7 +110,6 @@ def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def count_sources(sources: Sequence[int]) -> list[int]:
-    """Per index in DRAFT_SOURCES."""
     return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
@@ -144,7 +141,7 @@ _COUNTER_VECTORS = ("accepted_drafts", "draft_tokens_by_source", "accepted_by_so
 
 
 class LiveCounters(_Counters):
-    """Lists are replaced, never changed, because EngineStats keeps them."""
+    """Lists are replaced, never changed, because EngineStats shares them."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -168,7 +165,7 @@ class RequestView(msgspec.Struct, frozen=True):
     cached_tokens: int
     """Prefix cache hits at admission."""
     computed_tokens: int
-    """With the step in flight."""
+    """Includes the step in flight."""
     output_tokens: int
     limit: int
     """Of output tokens."""
@@ -176,13 +173,12 @@ class RequestView(msgspec.Struct, frozen=True):
     shared_blocks: int
     priority: int
     images: list[tuple[int, int]] = []
-    """(first token, tokens); at most MAX_LISTED_IMAGES."""
 
 
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """KV cache groups; the table interleaves one block of each per `block_size` tokens."""
+    """KV cache groups. The table interleaves one block of each per `block_size` tokens."""
     computed_tokens: int
     num_blocks: int
     """In the whole table."""
@@ -192,7 +188,7 @@ class BlockTableView(msgspec.Struct, frozen=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """Bytes of one engine's device, `total` being the sum of the other fields."""
+    """Bytes of one engine's device. `total` is the sum of the other fields."""
 
     total: int
     weights: int
@@ -226,8 +222,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times are seconds of time.monotonic(), one clock for all processes. The garbage collector tracks no field: with
-    100,000 records, collections held up the event loop for milliseconds.
+    """Times are in seconds of time.monotonic(), one clock for all processes. Fields must not be tracked by the garbage
+    collector: with 100,000 records, it held up the event loop for milliseconds.
     """
 
     number: int
@@ -240,7 +236,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_requests: int
     num_tokens: int
     chunks: tuple[tuple[str, int, int], ...]
-    """(request, first token, tokens), without plain decodes."""
+    """(request, first token, tokens), except plain decodes."""
     preempted_ids: tuple[str, ...]
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request, tier, tokens, began, ended), before the step."""

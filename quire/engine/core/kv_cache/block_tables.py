@@ -17,7 +17,7 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Blocks that requests would also use if no group had a window."""
+        """Blocks that requests would use in addition without windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -28,11 +28,10 @@ class BlockTables:
         return self.pool.num_blocks // self.num_groups * self._block_size
 
     def num_missing_blocks(self, request: Request, tokens: int) -> int:
-        """Negative if the request has more."""
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """To compute all tokens after `cached`. Blocks that leave a window are freed and reused."""
+        """To compute all tokens after `cached`. Includes reuse of blocks that leave a window."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -59,7 +58,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """The request must have no blocks. `cached`: from `find_cached_blocks`."""
+        """Requires a request without blocks. `cached`: from `find_cached_blocks`."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size

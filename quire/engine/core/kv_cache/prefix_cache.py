@@ -22,7 +22,7 @@ class PrefixCache:
         enabled: bool,
         snapshots: StateSnapshots,
     ) -> None:
-        """`hash_block_size`: in tokens; a divisor of the block size."""
+        """`hash_block_size`: tokens; a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
@@ -34,7 +34,7 @@ class PrefixCache:
         self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self.events: PrefixCacheEvents | None = None
-        """Unset if nobody reads them."""
+        """None if nobody reads them."""
         self._first_written: dict[int, int] = {}
         """First token in each block that the step being scheduled writes."""
 
@@ -48,7 +48,7 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """For each block, hashes of its beginnings, then its own. Without the last token, which must be computed."""
+        """For each block, hashes of its beginnings, then its own. Excludes the last token, which must be computed."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self.hash_block_size, self.hash_block_size)
@@ -58,7 +58,6 @@ class PrefixCache:
         ]
 
     def set_num_cached_hashes(self, request: Request, num_blocks: int) -> None:
-        """`num_blocks`: per group."""
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
@@ -74,7 +73,7 @@ class PrefixCache:
                 )
 
     def pause_session(self, request: Request) -> None:
-        """Pin blocks for the next turn. Call before the request frees its blocks."""
+        """Pin blocks for the next turn, before the request frees them."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
@@ -111,7 +110,6 @@ class PrefixCache:
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
-        """Only blocks with tokens written before this step."""
         candidates = [
             self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._num_groups)
         ]

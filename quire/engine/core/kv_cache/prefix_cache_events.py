@@ -6,17 +6,17 @@ from quire.engine.core.request import Request
 from quire.engine.processes.kv_events import ENGINE_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored
 
 _DIGEST_BYTES = 16
-"""Keys of block_pool.py append the group's number."""
+"""block_pool.py appends the group's number to keys."""
 
 
 class PrefixCacheEvents:
-    """Blocks that the prefix cache stored and removed since the last `drain_events`, in order."""
+    """Stored and removed blocks, in order."""
 
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._last_stored: tuple[BlockStored, str, int] | None = None
-        """The last event if it can be extended, its request, and the index of the block that would extend it."""
+        """The last event if it can be extended, its request, and the index of the next block."""
 
     def drain_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
         events = self._events
@@ -44,7 +44,6 @@ class PrefixCacheEvents:
         self._last_stored = event, request.engine_request.id, index + 1
 
     def record_removed(self, digests: Sequence[bytes]) -> None:
-        """`digests`: of one block."""
         if digests:
             group_idx = digests[0][_DIGEST_BYTES] if len(digests[0]) > _DIGEST_BYTES else None
             self._events.append(BlockRemoved([_number(each) for each in digests], ENGINE_MEDIUM, group_idx))
