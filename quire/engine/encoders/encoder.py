@@ -1,5 +1,5 @@
-"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. Each layer's keys and values are in KV blocks
-until the next, so decoders' attention kernels apply. A prompt takes one step.
+"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. KV blocks hold one layer's keys and values at a
+time, so decoders' attention kernels apply. A prompt takes one step.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class Encoder:
         max_model_len: int,
         report_progress: Callable[[], None],
     ) -> None:
-        """`report_progress`: called after every layer."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
@@ -131,7 +130,6 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
-        """By checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:
@@ -144,7 +142,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; segments default to the first."""
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; segments default to 0."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -162,7 +160,7 @@ class Encoder:
         """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
         (ascending).
 
-        `lengths`: of sequences that attend within themselves, by metadata group. `cos_sin` [T, head_dim] float32.
+        `lengths`: by metadata group, of sequences that attend within themselves. `cos_sin` [T, head_dim] float32.
         `splits_tokens`: a chunk may hold part of a sequence.
         """
         backend = self._backend

@@ -1,5 +1,5 @@
-"""Splits an encoder's work into chunks, each one layer of some tokens, so that other steps can run between them. Bits
-do not change, as kernels compute tokens independently.
+"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. Bits stay
+equal, because kernels compute tokens independently.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_CHUNK_TOKENS = 1024
 QKV_COST_SHARE = 0.25
 """3 of a layer's 12 hidden_size² come before attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
-"""For each chunk, the range of the step's tokens, and metadata."""
+"""Per chunk: the range of the step's tokens, and metadata."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
-    """Ignores the yielded costs and returns the generator's result."""
+    """Ignores the yielded costs."""
     while True:
         try:
             next(chunks)

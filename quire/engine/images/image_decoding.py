@@ -1,4 +1,4 @@
-"""Decodes image files, which may be hostile: a server decodes in a process that can be killed."""
+"""Decodes image files, which may be hostile. A server decodes in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow's names. Of a GIF only the first frame is read."""
+"""Pillow's names. Only a GIF's first frame is read."""
 _MAX_SHOWN_CHARACTERS = 100
 FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
 MAX_FILE_BYTES = 20 << 20
@@ -72,7 +72,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """Avoids getexif, which decodes all pixels of a PNG, unless metadata follows them."""
+    """getexif would decode all pixels of a PNG, which is avoided unless metadata follows them."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -112,7 +112,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """Works on bands of rows, as a large image's RGBA copies would exceed a worker's memory."""
+    """Works on bands of rows, because a large image's RGBA copies would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)

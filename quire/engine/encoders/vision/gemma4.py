@@ -92,7 +92,7 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """The checkpoint rotates columns and rows of a head separately; reorder its elements for whole-head RoPE."""
+        """The checkpoint rotates columns and rows of a head separately. Reorder its elements for whole-head RoPE."""
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter
         size = self._vision.head_dim
@@ -135,7 +135,7 @@ class Gemma4Tower(Tower):
         return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
-        """A chunk is a whole sublayer, as an image has few tokens."""
+        """A chunk is a whole sublayer, because an image has few tokens."""
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device

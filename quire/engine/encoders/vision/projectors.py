@@ -180,8 +180,6 @@ class AttentionPoolingProjector(Projector):
 
 
 class AveragePoolingProjector(Projector):
-    """Norm weights are stored as offsets from 1."""
-
     def __init__(
         self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str
     ) -> None:

@@ -34,7 +34,7 @@ class SquareTowerSpec:
     position_embedding: str
     patch_bias: bool = True
     class_token: str | None = None
-    """It has the first position."""
+    """At the first position."""
     first_norm: str | None = None
     has_batch_axes: bool = False
     """Class token and positions have leading axes of size 1."""

@@ -28,14 +28,13 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """For linears in layers; others are unquantized."""
+    """Of linears in layers; others are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
     device: torch.device = _CPU
 
     def make_encoder(self, spec: EncoderSpec) -> Encoder:
-        """Without a RoPE table."""
         return Encoder(
             spec,
             self.backend,
@@ -112,7 +111,6 @@ class ChannelLastPatchEmbedding:
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """[height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         patches = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
@@ -152,7 +150,7 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """[T, head_dim] like QKNormRopeParams.cos_sin; `rows`, `columns` [T], frequencies [head_dim / 4]."""
+    """[T, head_dim] like QKNormRopeParams.cos_sin, from `rows` and `columns` [T] and frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
