@@ -59,7 +59,7 @@ def multimodal_model_types() -> list[str]:
 
 @cache
 def _find_family_by_module_name(model_type: str) -> ModelFamily | None:
-    """The family in the module of this name. Importing all modules takes a tenth of `quire plan`."""
+    """Importing all modules would take a tenth of `quire plan`."""
     name = model_type.replace("-", "_")
     if name not in _module_names(__path__):
         return None

@@ -40,7 +40,7 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""By whether the layer has a window."""
+"""True: the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 
@@ -151,7 +151,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """per_layer_config's overrides by layer. Keys may have leading zeros. Raises ModelError."""
+    """per_layer_config by layer. Keys may have leading zeros. Raises ModelError."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

@@ -52,7 +52,7 @@ def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
 
 
 def _check_kimi_linear(config: ModelConfig) -> None:
-    """Raises ModelError, also for the additions of Kimi K3's text part."""
+    """Raises ModelError, also for Kimi K3's additions."""
     raw = config.raw
     linear = raw.get("linear_attn_config") or {}
     named = (linear.get("kda_layers"), linear.get("full_attn_layers"))

@@ -8,10 +8,10 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_objects import MAX_WIDTH
 
 POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
-"""Norms follow attention and the MLP instead of preceding them."""
+"""Norms follow sublayers instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""By field name: values, or readers called with the config. A list or tuple has one value per layer."""
+"""Values by field name, or readers called with the config. A list or tuple has one value per layer."""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:

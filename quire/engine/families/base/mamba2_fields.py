@@ -1,5 +1,3 @@
-"""Mamba-2 fields of config.json, under Bamba's names."""
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +24,9 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_conv_bias": True,
 }
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
-"""Rows of a checkpoint's in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (heads)."""
+"""Parts of a checkpoint's in_proj: z and x (heads * head size rows each), b and c (groups * state size each), dt
+(heads).
+"""
 _LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
@@ -74,7 +74,7 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
 
 
 def check_mamba2_width(config: ModelConfig) -> None:
-    """Raises ModelError if config.json contradicts the heads' total width."""
+    """Raises ModelError if it contradicts the heads."""
     raw, times = config.raw, config.raw.get("mamba_expand")
     heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
     if times is None or not isinstance(heads, int) or not isinstance(size, int):

@@ -28,7 +28,7 @@ class ModelConfig:
     raw: FamilyConfigFields
     """Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
-    """Set by read_eos_token_ids; () before."""
+    """From read_eos_token_ids."""
     max_model_len: int | None = None
     """Longest context to serve, in tokens; None: `max_position`."""
     rope_context: int | None = None
@@ -36,4 +36,4 @@ class ModelConfig:
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Our field names to the file's, where they differ."""
     transformers_config: Mapping[str, Any] | None = None
-    """All of config.json, only for transformers' classes."""
+    """All of config.json, for transformers' classes only."""

@@ -32,11 +32,11 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""DeepSeek-V3's (2024): sigmoid weights; groups are ranked by their two best experts."""
+"""As in DeepSeek-V3 (2024): sigmoid weights; groups are ranked by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
-    """`routing_fields`: of Routing. Raises ModelError."""
+    """`routing_fields`: fields of Routing. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
@@ -54,7 +54,7 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """True for layers with experts. Only for models with experts."""
+    """True for layers with experts. Only for MoE models."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:
@@ -113,9 +113,7 @@ def moe_reader(
     shared_expert: ConfigReader | None = None,
     **fields: Any,
 ) -> MoEReader:
-    """`routing`: fields of Routing (kernels/parameters/routing.py). By default, weights are the softmax of the chosen
-    scores, as in Mixtral.
-    """
+    """`routing`: fields of Routing. By default, weights are the softmax of the chosen scores, as in Mixtral."""
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
         shared_spec = None if shared_expert is None else shared_expert(config)
@@ -137,18 +135,17 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""A softmax over all experts; norm_topk_prob normalizes the chosen weights."""
+"""A softmax over all experts. norm_topk_prob normalizes the chosen weights."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
     shared_expert=shared_expert_reader(),
     correction="gate.e_score_correction_bias",
 )
-"""DeepSeek-V3's."""
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""Qwen's: the sigmoid of a linear with one output scales the shared expert's output."""
+"""As in Qwen: the sigmoid of a linear with one output scales the shared expert's output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

@@ -17,9 +17,9 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""In tokens, if config.json of a LongRoPE model lacks it."""
+"""In tokens, for LongRoPE models without this field."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""For these, transformers' classes choose frequencies by the longest context."""
+"""transformers' classes choose these types' frequencies by the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -54,8 +54,8 @@ def normalize_rope(
     """Normalizes like transformers' `standardize_rope_params`: adds rope_type and, for types that need it, the context
     length of training.
 
-    `defaults`: rope_theta and other fields that `rope_fields` may omit. `positions`: the model's. `trained_context`
-    overrides that of `rope_fields`.
+    `defaults`: rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides that of
+    `rope_fields`.
     """
     rope = {**defaults, **{key: value for key, value in (rope_fields or {}).items() if value is not None}}
     rope["rope_type"] = _rope_type(rope_fields or {}) or rope.get("rope_type") or "default"
@@ -71,9 +71,7 @@ def normalize_rope(
 
 
 def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """The parameters of all layers, or those that all kinds of layers share. The context length of training may be
-    outside the object.
-    """
+    """The parameters of all layers, or those that all kinds of layers share."""
     rope_fields = dict(rope_object(raw))
     rope_fields["rope_theta"] = rope_fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     rope = normalize_rope(
@@ -103,7 +101,7 @@ def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
 
 
 def rope_depends_on_context(fields: Mapping[str, Any], *, by_transformers: bool, has_longrope: bool) -> bool:
-    """True if the longest context changes the rotations."""
+    """True if the longest context changes rotations."""
     if by_transformers:
         return not rope_types(fields).isdisjoint(_CONTEXT_DEPENDENT_TYPES)
     return has_longrope and not rope_types(fields).isdisjoint(LONGROPE_TYPES)
@@ -115,9 +113,7 @@ def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> 
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """For AttentionLayerSpec.mrope_axes. (): three consecutive sections; otherwise default sizes of interleaved
-    sections.
-    """
+    """(): three consecutive sections; otherwise default sizes of interleaved sections."""
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 

@@ -43,7 +43,7 @@ class StackedExperts:
     """
 
     gate_up_halves: bool = False
-    """Gate outputs and up outputs are halves of the tensor."""
+    """Gate and up outputs are halves of the tensor."""
     always_transposed: bool = False
     """Halves are [inputs, outputs] instead of [outputs, inputs]."""
     maybe_transposed: bool = False
@@ -95,7 +95,7 @@ class WeightNames:
         return tuple(f"model.layers.{match[1]}.{each}" for each in modules)
 
     def module_in_checkpoint(self, name: str) -> str:
-        """May be the fused module that contains the linear."""
+        """May be a fused module."""
         if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
             return name
         for stored, modules in self.layer_modules.items():

@@ -22,10 +22,9 @@ _BILINEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3VisionSpec(VisionSpec):
-    """Pools averages and projects without bias. Image tokens attend to each other."""
+    """Averages patches, and projects without bias. Image tokens attend to each other."""
 
     square_side: int
-    """In pixels."""
     tokens_per_image: int
     begin_token_id: int
     """Chat templates write only this token."""

@@ -41,7 +41,6 @@ class Gemma4VisionSpec(VisionSpec):
     rope_theta: float
     has_clipped_linears: bool
     standardizes_tokens: bool
-    """Tokens are shifted and scaled before projection."""
     begin_token_id: int
     end_token_id: int
     has_bidirectional_images: bool

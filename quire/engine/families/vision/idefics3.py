@@ -32,11 +32,10 @@ TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3VisionSpec(VisionSpec):
     image_size: int
-    """Side in pixels that positions were trained for."""
+    """Trained side in pixels."""
     scale_factor: int
     """Patches per side of a token."""
     tile_side: int
-    """In pixels."""
     longest_edge: int
     """In pixels, before tiling."""
     splits_images: bool
@@ -100,7 +99,6 @@ class Idefics3Layout(ImageLayout):
         return f"{text}{text and chr(10)}{TILE_FRAME_TOKEN}{GLOBAL_IMAGE_TOKEN}{marks}{TILE_FRAME_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)

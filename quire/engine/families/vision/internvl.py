@@ -32,7 +32,6 @@ _IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN = "<img>", "</img>"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternVLVisionSpec(VisionSpec):
     square_side: int
-    """In pixels."""
     merge_size: int
     """Patches per side of a token."""
     min_squares: int
@@ -114,7 +113,6 @@ class InternVLLayout(ImageLayout):
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Squares by rows, then the whole image."""
         from PIL import Image
 
         side, resample = self.vision.square_side, Image.Resampling(self.vision.resample_filter)

@@ -36,7 +36,6 @@ _MAX_TILES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
-    """In pixels."""
     tile_count_range: tuple[int, int]
     """Minimum and maximum for a cut image."""
     token_count_range: tuple[int, int]
@@ -46,7 +45,7 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
-    """Trained positions per side of a square."""
+    """Trained positions per side."""
     projector_activation: str
     projector_hidden_size: int
     has_projector_bias: bool
@@ -139,7 +138,6 @@ class Lfm2Layout(ImageLayout):
         )
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)

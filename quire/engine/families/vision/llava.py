@@ -44,11 +44,10 @@ _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_visio
 class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
-    """In pixels."""
     uses_class_token: bool
     """CLIP's class token, which precedes the patches, becomes a token too."""
     center_crops: bool
-    """Resize the shorter side and crop; otherwise resize both sides."""
+    """Resize the shorter side and crop, instead of resizing both sides."""
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
@@ -60,7 +59,6 @@ class LlavaVisionSpec(VisionSpec):
     cuts_only_single_images: bool = False
     """Several images are each padded to a square instead."""
     has_newline_token: bool = False
-    """Each row ends with a learned token."""
 
     @property
     def patches_per_side(self) -> int:

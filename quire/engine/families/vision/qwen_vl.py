@@ -37,19 +37,18 @@ _LOW_DETAIL_TOKENS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
-    """Video frames per patch; images are repeated."""
+    """Video frames per patch. Images are repeated."""
     min_pixels: int
     """After resizing, like `max_pixels`."""
     max_pixels: int
     output_size: int
     position_table_size: int = 0
-    """Rows of a square table of positions; 0: no table."""
+    """Rows of a square table; 0: no table."""
     window_side: int = 0
-    """Of attention windows, in pixels; 0: no windows."""
+    """Pixels per side of attention windows; 0: no windows."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers without windows."""
     deepstack_layers: tuple[int, ...] = ()
-    """Layers whose features are added in the text model's first layers (Meng et al., 2024)."""
+    """The text model's first layers add these layers' features (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
     """RMSNorm and gated MLPs."""
 

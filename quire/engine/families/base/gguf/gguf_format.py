@@ -114,16 +114,16 @@ class GGUFFormat:
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
-    """If not, files have experts if the family has."""
+    """Otherwise files have experts if the family has."""
     has_latent_attention: bool = False
     """`read_fields` reads the head sizes of MLA."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows are stored for interleaved RoPE."""
     tiles_value_heads: bool = False
-    """Value heads of delta nets are ordered by their index in a key head."""
+    """Value heads of delta nets are ordered by their index within a key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Reads the family's own fields. The mapping holds the common ones."""
+    """Reads the family's own fields. The mapping has the common ones."""
 
 
 def read_moe_fields(
@@ -153,5 +153,5 @@ def read_mlp_sized_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
 
 
 def read_hybrid_layer_types(metadata: GGUFMetadata, other_type: str = "linear_attention") -> list[str]:
-    """Layers without key-value heads are of type `other_type`."""
+    """Layers without key-value heads are `other_type`."""
     return ["full_attention" if each else other_type for each in metadata.integers("attention.head_count_kv")]

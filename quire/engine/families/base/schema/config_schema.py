@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. The bounds keep a start from computing or allocating
-without end. null means a missing field.
+"""Types and bounds of config.json and generation_config.json. Without bounds, a start could compute or allocate without
+end. null means a missing field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """EXAONE 4's repeated pattern: L layers have a window, G layers none."""
 
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
-"""A multimodal model's text decoder is below one of these keys."""
+"""Keys of a multimodal model's text decoder."""
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -334,7 +334,7 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """Read for transformers' classes, which read other fields themselves."""
+    """transformers' classes read other fields themselves."""
 
     architectures: list[ShortText] | None
     is_decoder: bool | None

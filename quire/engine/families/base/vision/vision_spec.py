@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
-"""Of a tower's square input."""
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Statistics of CLIP's training images (Radford et al., 2021)."""
+"""Of CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,11 @@ class ImageLayout(ABC):
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Per content: lengths of its runs of adjacent tokens. Text may stand between runs."""
+        """Per content: lengths of its runs of adjacent tokens. Text may separate runs."""
 
     @property
     def num_tokens(self) -> int:
-        """Only tokens that features replace."""
+        """Counts only tokens that features replace."""
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
@@ -101,12 +100,11 @@ class VisionSpec(ABC):
 
     @property
     def max_bidirectional_tokens(self) -> int:
-        """Most tokens of a content that attend to each other."""
         return self.make_layout(1, 1).num_tokens
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Extra image features are added to the outputs of this many first layers of the text model."""
+        """This many first layers of the text model add extra image features to their outputs."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
@@ -114,8 +112,8 @@ class VisionSpec(ABC):
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """In tokens of a step's budget. A patch costs about one token, as towers are narrower than text models, plus
-        attention: 1,024 patches of width 768 took a third of the linears' time.
+        """In tokens of a step's budget. A patch costs about one token, because towers are narrower than text models,
+        plus attention: 1,024 patches of width 768 took a third of the linears' time.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -144,7 +142,7 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
-        """Only linears of the tower's layers, to which --quantization applies."""
+        """Counts linears of the tower's layers, to which --quantization applies."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
@@ -172,8 +170,8 @@ def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
 
 
 def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
-    """The (columns, rows) with the ratio nearest to the image's. If several are equally near, a larger grid wins only
-    if the image has more than half of its pixels. Grids of equal size keep their order.
+    """The (columns, rows) with the ratio nearest to the image's. Of equally near grids, a larger one wins only if the
+    image has more than half of its pixels. Grids of equal size keep their order.
     """
     best, nearest = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=math.prod):
@@ -231,7 +229,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
-        """Raises ModelError if preprocessor_config.json contradicts the sizes."""
+        """Raises ModelError if preprocessor_config.json contradicts them."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -278,7 +276,6 @@ class VisionConfig:
         return size
 
     def preprocessor_size(self) -> SizeFields:
-        """A number is a square's side."""
         size = self.preprocessor.get("size") or {}
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
