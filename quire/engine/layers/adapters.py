@@ -58,7 +58,6 @@ class AdapterManager:
     def add_slots_to_linear(
         self, linear: Linear, parts: Mapping[str, int], in_features: int, cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """`parts`: out_features by module."""
         sizes = [cuts[name].sliced_sizes(outs, in_features) for name, outs in parts.items()]
         output_sizes, inner = tuple(own for own, _ in sizes), sizes[0][1]
         for name, first in zip(parts, accumulate(output_sizes, initial=0), strict=False):
@@ -74,7 +73,6 @@ class AdapterManager:
         return self._device.type == "cpu"
 
     def pack_adapter(self, modules: Mapping[str, LoRALayerWeights]) -> PackedAdapter:
-        """Thread-safe."""
         deltas: dict[int, list[LoraDelta]] = {}
         embedding = None
         for name, weights in sorted(modules.items(), key=lambda item: self._target_sort_key(item[0])):

@@ -144,7 +144,7 @@ class Attention(PagedKVSublayer):
 
     @cached_property
     def rope_params(self) -> QKNormRopeParams:
-        """Needs loaded weights."""
+        """Requires loaded weights."""
         spec, (q_norm, k_norm) = (
             self._spec,
             (self._head_norms.get_weight(f"{self._prefix}.{name}_norm") for name in "qk"),

@@ -22,8 +22,8 @@ class Projection(Protocol):
 
 
 class FusedLinear:
-    """Linears with one input, such as q, k, v. The last tensor to arrive triggers packing, so loading never holds much
-    more than the model.
+    """Linears with one input, such as q, k, v. The last tensor to arrive triggers packing, so loading never needs much
+    more memory than the model.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class MLAttention(Sublayer):
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
-        """[T, heads * value]; expands latents where worthwhile."""
+        """Returns [T, heads * value]. Expands latents where worthwhile."""
         assert self._absorb_queries is not None
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()

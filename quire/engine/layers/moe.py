@@ -154,7 +154,6 @@ class _SharedExpert:
 
     @property
     def input_linear(self) -> FusedLinear:
-        """Without the gate, which is never quantized."""
         return self._up
 
     def compute_output_and_gate(
@@ -196,7 +195,7 @@ class _LatentProjections:
 def _make_replicated_dense_linear(
     shapes: SublayerShapes, build_context: BuildContext, name: str, dtype: torch.dtype, *, wide: bool = False
 ) -> FusedLinear:
-    """Never quantized, as routing would change."""
+    """Never quantized, because routing would change."""
     scheme = UnquantizedScheme(build_context.backend, dtype)
     return shapes.with_context(scheme=scheme, adapters=None).make_linear([name], wide=wide)
 
@@ -213,7 +212,7 @@ def _make_mlp_linears(
 
 
 def _empty_slice(tensor: Tensor) -> Tensor:
-    """Does not read another rank's expert."""
+    """Avoids reading another rank's expert."""
     return tensor.new_empty(0)
 
 

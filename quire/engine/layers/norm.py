@@ -17,7 +17,6 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 class NormWeights:
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
-        """`names`: sizes by checkpoint name."""
         self._sizes_by_name = names
         self._dtype = dtype
         self._spec = spec
@@ -49,8 +48,8 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. `parallel`: (norm(residual),
-        residual).
+        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. With `parallel`, returns
+        (norm(residual), residual).
         """
         if parallel:
             assert residual is not None

@@ -26,7 +26,6 @@ class LoadableParameter:
     weight_loader: Callable[[Tensor], None]
     """Receives a tensor of this dtype on the model's device."""
     slice_tensor: Callable[[Tensor], Tensor] = identity
-    """Applied on reading."""
 
     def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:
         assert (self.shape, self.dtype) == (other.shape, other.dtype)

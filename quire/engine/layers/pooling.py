@@ -23,7 +23,7 @@ PoolerHeadFunction = Callable[[Tensor], Tensor]
 class PoolingChunk:
     scheduled: ScheduledRequest
     first_row: int
-    """Index of its first token in the step."""
+    """The first token's index in the step."""
     prompt_len: int
     params: PoolingParams
 
@@ -33,7 +33,7 @@ class PoolingChunk:
 
 
 class Pooler:
-    """Independent of chunks: sums grow token by token, in float64 if the device has it."""
+    """Chunks do not affect results: sums grow token by token, in float64 if the device has it."""
 
     def __init__(
         self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
@@ -48,8 +48,8 @@ class Pooler:
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """[R, size] float32, for prompts that end or for their tokens. `hidden` [T, hidden]: of all tokens in the
-        step.
+        """Returns [R, size] float32, for prompts that end or for their tokens. `hidden` [T, hidden] covers all tokens
+        in the step.
         """
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
@@ -79,7 +79,7 @@ class Pooler:
         return torch.cat(finished_vectors)
 
     def _accumulate(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> None:
-        """Sums tokens by prompt; for "cls", keeps each prompt's first token."""
+        """Sums tokens by prompt. For "cls", keeps each prompt's first token."""
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
         slots = [each.scheduled.slot for each in starting]
@@ -123,7 +123,7 @@ def postprocess_vectors_by_request_id(
 
 
 def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: PoolingConfig) -> bytes:
-    """[size] or [tokens, size] float32. Embeddings are truncated and normalized, scores become probabilities."""
+    """[size] or [tokens, size] float32. Embeddings are truncated and normalized; scores become probabilities."""
     wide = vector.astype(np.float64)
     if not pooling.labels:
         wide = wide[..., : params.dimensions]

@@ -102,12 +102,11 @@ class ModelShard:
     rank: int = 0
     world_size: int = 1
     group: Collective | None = None
-    """None for a single rank."""
     is_context_parallel: bool = False
     """Ranks split tokens instead of heads."""
 
     def rank_span(self, size: int) -> range:
-        """Spans are consecutive, and as equal as possible."""
+        """Consecutive, and as equal as possible."""
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
@@ -124,7 +123,7 @@ class ModelShard:
         return LinearSlice(output_range=self.rank_span(size)) if self.world_size > 1 else FULL_LINEAR
 
     def input_slice(self, size: int) -> LinearSlice:
-        """Slice of a linear with `size` inputs, whose results are summed over ranks."""
+        """For a linear with `size` inputs, whose results are summed over ranks."""
         return (
             LinearSlice(input_range=self.rank_span(size), adds_bias=self.rank == 0)
             if self.world_size > 1
@@ -150,15 +149,15 @@ class ModelShard:
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """[R, n] float32 to [R, size] on the first rank; others return x."""
+        """[R, n] float32 to [R, size] on the first rank. Others return x."""
         if self.group is None:
             return x
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)
 
     def gather_argmax(self, values: Tensor, indices: Tensor, size: int) -> Tensor:
-        """Index of each row's first maximum, [R] int64 on every rank. `values` [R] float32 and `indices` [R] int64 are
-        this rank's.
+        """Index of each row's first maximum, [R] int64 on every rank, from this rank's `values` [R] float32 and
+        `indices` [R] int64.
         """
         assert self.group is not None
         assert size <= 2**24, "float32 holds every place"

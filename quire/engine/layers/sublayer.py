@@ -48,7 +48,7 @@ class BuildContext:
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """By layer name; others are 1."""
     adapters: AdapterManager | None = None
-    """If None, linears get no room for adapters."""
+    """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
     """Set only if experts are packed unlike other weights."""
@@ -59,7 +59,7 @@ class BuildContext:
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """The KV cache's dtype, unless that is quantized."""
+        """The KV cache's dtype, unless quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -131,7 +131,7 @@ class Sublayer(ABC):
 
     @property
     def num_block_tensors(self) -> int:
-        """With those of another layer that this one reads."""
+        """Includes those of another layer that this one reads."""
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:

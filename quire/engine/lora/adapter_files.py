@@ -23,7 +23,7 @@ from quire.engine.lora.target_modules import ModuleShapes
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_SCALE = 1024.0
-"""Trained scales are below 100; far higher ones overflow results."""
+"""Trained scales are below 100. Far higher ones overflow results."""
 _MAX_CONFIG_BYTES = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF_OF_SUFFIX = {
@@ -73,9 +73,9 @@ _UNSUPPORTED_FIELDS = (
 @dataclass(frozen=True, slots=True)
 class AdapterModuleSpec:
     lora_a: str
-    """Tensor [rank, in_features] in the file."""
+    """[rank, in_features]."""
     lora_b: str
-    """Tensor [out_features, rank]."""
+    """[out_features, rank]."""
     rank: int
     scale: float
     """lora_alpha / r; with use_rslora lora_alpha / sqrt(r)."""
@@ -135,7 +135,6 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """By module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)

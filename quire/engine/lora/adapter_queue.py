@@ -31,7 +31,7 @@ class _AdapterSlot:
     is_closed: bool = False
     """Another adapter waits for this slot."""
     last_used: int = 0
-    """Counted in uses, not seconds."""
+    """Counts uses, not seconds."""
 
 
 class AdapterQueue(FairQueue):
@@ -131,7 +131,7 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """An empty slot, or the least recently used one without requests."""
+        """Empty, or the least recently used one without requests."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 

@@ -1,4 +1,4 @@
-"""Copies of adapters, named by content hash. The copy is checked, so every engine reads checked files."""
+"""Copies of adapters, named by content hash. The copy is checked, so engines read only checked files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AdapterStore:
         self._max_bytes = _MAX_HEADER_BYTES + 8 * max_rank * sum(map(sum, modules.values()))
 
     def add_adapter(self, name: str, path: str, *, allowed_folders: tuple[Path, ...] = ()) -> Adapter:
-        """Copy and check a folder or hub id. Slow: call in a thread. Empty `allowed_folders` allows any."""
+        """Copy and check a folder or hub id. Slow, so call it in a thread. Empty `allowed_folders` allows any."""
         folder = _resolve_folder(path, allowed_folders)
         try:
             temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED_PREFIX))

@@ -37,7 +37,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LocalAdapters:
-    """Deletes copies that are neither recent nor in use, because a trainer that writes an adapter at every step would
+    """Deletes copies that are neither recent nor in use. Otherwise a trainer that writes an adapter at every step would
     fill the disk.
     """
 
@@ -49,7 +49,6 @@ class LocalAdapters:
         self._recent_adapters: dict[tuple[str, int, str], Adapter] = {}
         """Least recently used first."""
         self._num_copies = Counter[str]()
-        """Live Adapter objects, by digest."""
         self._lock = threading.RLock()
 
     def use_engine_modules(self, info: EngineInfo) -> None:
@@ -110,7 +109,6 @@ def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, diges
 def resolve_lora_requests(
     adapters: LocalAdapters | None, lora_request: LoRARequests, count: int
 ) -> list[Adapter | None]:
-    """Raises InvalidRequest."""
     if adapters is not None:
         return adapters.resolve_requests(lora_request, count)
     if lora_request is not None:

@@ -22,7 +22,7 @@ _EXPONENT_BITS = {
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, first and last byte."""
+"""File, dtype, begin and end in the file."""
 
 
 def check_finite(file: Path) -> None:
@@ -39,7 +39,7 @@ def check_finite(file: Path) -> None:
 
 
 def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
-    """Raises AdapterError unless base weights saved with an adapter equal the model's: they may have been trained or
+    """Raises AdapterError unless base weights saved with an adapter equal the model's. They may have been trained or
     resized. `names`: modules by tensor name.
     """
     for tensor_name, module in names.items():
@@ -56,7 +56,6 @@ def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | Non
 
 
 def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
-    """For a tied head, the embedding's."""
     locations: dict[str, _TensorLocation] = {}
     for shard in find_weight_files(weights):
         if is_pickled(shard) or not shard.is_file():

@@ -22,7 +22,7 @@ _CONV_WEIGHTS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
 
 
 class KimiDeltaAttention(MatrixStateMixer):
-    """A rank has some heads, and all elements that decays and gates are projected through."""
+    """A rank has some heads, and the whole low-rank input of decays and gates."""
 
     def __init__(self, spec: KimiDeltaAttentionSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(spec, build_context, layer, "self_attn")

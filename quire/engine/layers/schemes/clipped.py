@@ -1,4 +1,4 @@
-"""Linears with bounds for inputs and outputs, as in Gemma 4's towers."""
+"""Linears whose inputs and outputs are clamped, as in Gemma 4's towers."""
 
 from __future__ import annotations
 

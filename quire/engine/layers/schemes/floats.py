@@ -142,8 +142,8 @@ class BitsAndBytesInt8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes4BitFormat(LinearFormat):
-    """NF4 or FP4: nibbles, high one first, index 16 floats, which absmax per block of flattened weights scales (itself
-    maybe in 8-bit codes). Dequantized, because no kernel has float tables.
+    """NF4 or FP4. Nibbles, high one first, index 16 floats. absmax, maybe in 8-bit codes, scales each block of
+    flattened weights. Dequantized, because no kernel has float tables.
     """
 
     quant_type: str

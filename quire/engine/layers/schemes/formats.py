@@ -43,7 +43,7 @@ def make_format_lookup(
     *,
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
-    """None: unquantized. `headers`: of all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
+    """None: unquantized. `headers` cover all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
     although config.json does not say so.
     """
     names = sorted(headers)

@@ -1,6 +1,6 @@
 """Integers of 2 to 8 bits as grouped weights: GPTQ, AWQ, compressed-tensors.
 
-All mean scale * (code - zero). Grouped weights store scale and offset; float32 holds the product of 11 bits of scale
+All mean scale * (code - zero). Grouped weights store scale and offset. float32 holds the product of 11 bits of scale
 and 8 of code exactly.
 """
 
@@ -139,7 +139,7 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros
+    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]. zeros
     default to 2 ** (bits - 1). Groups that do not divide the inputs shrink.
     """
     inner = codes.shape[1]
@@ -179,7 +179,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """Inputs ordered by group; None: already so. Raises ModelError for unequal groups."""
+    """Order of inputs by group; None: already so. Raises ModelError for unequal groups."""
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)

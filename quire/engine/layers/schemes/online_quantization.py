@@ -22,18 +22,17 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""Weights converted at once, at least one output: a float32 copy of all would take twice the tensor's memory."""
+"""At least one output is converted at once. A float32 copy of all would take twice the tensor's memory."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
 
 class OnlineQuantizedScheme(UnquantizedScheme):
     """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized,
-    as it would be expanded at once.
+    because it would be expanded at once.
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
-        """`dtype`: of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -64,7 +63,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
-    """Quantizes a floating-point embedding and head; the wrapped scheme does the rest."""
+    """Quantizes a floating-point embedding and head."""
 
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)

@@ -39,7 +39,7 @@ class LayerScalar(Sublayer):
 
     @cached_property
     def _scalar(self) -> float:
-        """Needs loaded weights."""
+        """Requires loaded weights."""
         return self._weights[self._scalar_name].item()
 
     def forward(
