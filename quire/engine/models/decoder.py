@@ -86,7 +86,6 @@ class MediaEmbeddings(NamedTuple):
 
 class Decoder:
     transformers_class = ""
-    """"" outside the transformers backend."""
 
     def __init__(
         self,
@@ -99,8 +98,9 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: of this pipeline stage. The first
-        stage has the embedding, the last one the final norm and the head. `groups`: by default all layers share blocks.
+        """`report_progress` is called after every layer and before logits. `layers`: those of this pipeline stage. The
+        first stage has the embedding, the last one the final norm and the head. `groups`: by default all layers share
+        blocks.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -266,7 +266,7 @@ class Decoder:
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Return [R, hidden] at `rows` [R], which ascend. Stores keys and values of all T tokens."""
+        """Return [R, hidden] at ascending `rows` [R]. Stores keys and values of all T tokens."""
         return self.forward_with_aux(token_ids, metadata, kv_cache, rows, ())[0]
 
     def forward_with_aux(
@@ -350,7 +350,7 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers`: indices in this stage. If `output_rows` are given, the last layer computes only these."""
+        """`layers`: indices in this stage. The last layer computes only `output_rows`, if given."""
         done = layers.start
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (

@@ -34,7 +34,7 @@ class DraftHead(ABC):
 
     @property
     def reads_all_tokens(self) -> bool:
-        """False: only tokens before a sampled one."""
+        """If False, it reads only tokens before a sampled one."""
         return bool(self.block_tensor_specs(1))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:

@@ -23,10 +23,9 @@ _IMPOSSIBLE_LOGIT = -1e30
 
 
 class EagleHead(TransformerHead):
-    """Without norms before the first attention and at the end."""
+    """Without norms before the first attention and at the end. Uses the decoder's embedding and head."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """Uses the decoder's embedding and head."""
         super().__init__(spec, scheme, decoder, backend)
         self._spec, self.aux_layers = spec, spec.aux_layers
         self._fc = self._outer_shapes.make_linear([EAGLE_FC])

@@ -25,7 +25,6 @@ class TransformerHead(DraftHead):
     def __init__(
         self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """The layers have the decoder's sizes and dtypes, whole on every rank."""
         self.device = decoder.device
         build_context = draft_build_context(scheme, decoder, backend)
         self._layers = [

@@ -66,10 +66,10 @@ class TransformersDecoder(Decoder):
     """Fill it through `parameters()`, then call `ready` before use."""
 
     reduces_results = True
-    """False while one rank computes alone, whose results mean nothing."""
+    """False while one rank computes alone. Its results then mean nothing."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """Builds all layers, as check_transformers_settings excludes pipeline stages."""
+        """Builds all layers, because check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec

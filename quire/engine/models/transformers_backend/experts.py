@@ -47,7 +47,6 @@ class QuireExperts:
         return int(module.down_proj.shape[1 if module.is_transposed else 2])
 
     def take_parameters_from_module(self) -> ParameterTable:
-        """Deletes them from the module."""
         table: ParameterTable = {}
         for linear in (self._input_linear, "down_proj"):
             names = [linear, *([f"{linear}_bias"] if self._module.has_bias else [])]

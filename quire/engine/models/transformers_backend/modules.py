@@ -1,5 +1,5 @@
-"""Quire's linears and norms in place of a class's. Norms are compared by their results, as families use one name for
-different arithmetic.
+"""Quire's linears and norms in place of a class's. Norms are compared by their results, because families use one name
+for different arithmetic.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class QuireLinear(nn.Module):
         self._reduce = reduce
         self.out_features, self.in_features = cut.sliced_sizes(module.out_features, module.in_features)
         self.weight = torch.empty(0, dtype=dtype, device=device)
-        """Empty; classes read only its dtype and device."""
+        """Classes read only its dtype and device."""
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,6 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
-        """Empty, as in QuireLinear."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class ModuleProxy(nn.Module):
 
 
 class CachedRotary(ModuleProxy):
-    """Computes all positions once: a token's values must not depend on its neighbors, and scaling must assume one
+    """Computes all positions once. A token's values must not depend on its neighbors, and scaling must assume one
     context length.
     """
 

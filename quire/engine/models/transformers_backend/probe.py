@@ -71,7 +71,6 @@ _IGNORED_KWARGS = {
 @dataclass(frozen=True, slots=True)
 class TransformersAttentionSpec(AttentionLayerSpec):
     value_dim: int = 0
-    """Values are zero-padded to `head_dim`."""
 
 
 class _TransformersAttention(PagedKVSublayer):
@@ -151,7 +150,7 @@ class AttentionProbe:
 
 
 def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
-    """With the token itself; None: all tokens. Raises ModelError for any other mask."""
+    """Includes the token itself; None: all tokens. Raises ModelError for any other mask."""
     max_len = min(max_len, _MAX_MASK_LEN)
     positions = torch.arange(max_len)
 
@@ -201,7 +200,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """Yield a dict by module name: True if the module's rows are always the tokens."""
+    """The dict tells, by module name, whether the module's rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -215,7 +214,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """Makes nonzero find nothing in meta tensors, such as the tokens of an expert. Attention does not depend on it."""
+    """In meta tensors, nonzero finds nothing, such as the tokens of an expert. Attention does not depend on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -236,7 +235,7 @@ def _assume_all_nonzero() -> AbstractContextManager[object]:
 
 
 class _ZeroMetaInputs(TorchFunctionMode):
-    """Replaces other inputs of a mask by zeros: padding, images, packed sequences."""
+    """Replaces a mask's other inputs by zeros: padding, images, packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def zeros_for_meta(each: Any) -> Any:

@@ -1,5 +1,5 @@
 """Tensor parallelism by a class's own plan (base_model_tp_plan) for linears, experts and per-head parameters.
-Everything else is replicated, as is a linear whose output the plan gathers at once.
+Everything else is replicated, even a linear whose output the plan gathers at once.
 """
 
 from __future__ import annotations
@@ -130,5 +130,4 @@ def probe_sharded_attention(
 
 
 def _replace_indices_with_wildcard(name: str) -> str:
-    """Plans have one such name for the modules of all layers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

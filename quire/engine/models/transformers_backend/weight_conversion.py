@@ -1,4 +1,4 @@
-"""Converts tensors by transformers' rules, which may join experts or split linears. Parts wait for the others."""
+"""Converts tensors by transformers' rules, which may join experts or split linears."""
 
 from __future__ import annotations
 
