@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(ExclusiveClient):
-    """An engine core in a task of the current event loop, which runs nothing else during a step."""
+    """Runs an engine core in a task of the current event loop. During a step, the loop runs nothing else."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
@@ -31,11 +31,10 @@ class InProcessClient(ExclusiveClient):
         """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """The first engine's capacity settings, for later engines."""
+        """The first engine's capacity, for later engines."""
         self._has_given_tensors = False
-        """The weights came as tensors, so no file has them."""
+        """Weights came as tensors, so no file has them."""
         self._earlier_stats = EngineStats()
-        """Of earlier engines."""
 
     async def start(self) -> EngineInfo:
         # imports torch
@@ -47,7 +46,6 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError without weights."""
         if self._engine is None:
             raise EngineError("the model is asleep: call wake_up() or load_weights() first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -58,7 +56,7 @@ class InProcessClient(ExclusiveClient):
         gc.collect()  # reference cycles would delay freeing memory
 
     async def rest(self, level: int) -> None:
-        """Both levels are the same, as there is no process to end."""
+        """Both levels are the same, because there is no process to end."""
         self.asleep = True
         await self._release_engine()
 
@@ -78,7 +76,7 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """tensors: by checkpoint name. On failure the previous weights are restored if a file has them; otherwise the
+        """tensors: by checkpoint name. On failure the previous weights are restored if a file has them. Otherwise the
         model sleeps until it gets tensors.
         """
         # An earlier update's folder may be gone.
@@ -108,7 +106,6 @@ class InProcessClient(ExclusiveClient):
         self._adopt_engine(engine)
 
     def _adopt_engine(self, engine: EngineCore) -> None:
-        """Resubmits open requests."""
         self._engine, self.asleep = engine, False
         self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
         for request_id in self._open_requests:

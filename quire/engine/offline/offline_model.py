@@ -65,7 +65,6 @@ class GenerationTask:
     detokenize: bool
     adapter: types.Adapter | None = None
     priority: int = 0
-    """Lower goes first."""
 
 
 class OfflineModel:
@@ -135,7 +134,6 @@ class OfflineModel:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
     ) -> list[EncodedPrompt]:
-        """Raises InvalidRequest."""
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
         tool_list = _tools_to_dicts(tools)
         message_lists = _as_conversation_list(messages)
@@ -230,8 +228,8 @@ class OfflineModel:
     def check_prompt(
         self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", min_free_tokens: int = 1
     ) -> None:
-        """Raises InvalidRequest for a prompt that the engine would refuse. The context must have room for
-        `min_free_tokens` more.
+        """Raises InvalidRequest for a prompt that the engine would refuse, or that leaves no room for
+        `min_free_tokens`.
         """
         problem = "is empty" if not ids else ""
         if len(ids) + min_free_tokens > info.max_model_len:
@@ -287,14 +285,12 @@ class LLMBase:
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
-    """Raises InvalidRequest."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
         raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """Raises InvalidRequest."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0

@@ -60,7 +60,7 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Prompts have at most `limit` tokens; the score is their only label's. Raises InvalidRequest."""
+    """Prompts have at most `limit` tokens. The score is their only label's. Raises InvalidRequest."""
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)

@@ -21,7 +21,7 @@ from quire.engine.schemas.keywords import map_subschemas as with_own_children
 ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Values of `format` that a grammar enforces. Others are annotations."""
+"""Formats that a grammar enforces. Others are annotations."""
 _BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_INTEGER = 2**63 - 1
 _TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -77,7 +77,6 @@ def without_unenforced_formats(schema: Schema) -> Schema:
 
 
 def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any]) -> Schema:
-    """Replace every object schema by `change` of it, inner ones first."""
     if not isinstance(schema, dict):
         return schema
     copy = with_own_children(schema, lambda _, one: map_schemas_bottom_up(one, change))
@@ -152,7 +151,6 @@ def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
 def _keep_enforceable(
     schema: dict[str, Any], keywords: frozenset[str], references: SchemaReferences | None
 ) -> dict[str, Any]:
-    """Inner schemas must already be processed."""
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
         schema = {**schema, "anyOf": schema["oneOf"]}
     enforceable = {
@@ -244,7 +242,7 @@ _VALUE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "pattern": _is_text,
     "format": _is_enforced_format,
 }
-"""Keywords not listed are always enforceable."""
+"""Other keywords are always enforceable."""
 
 
 def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:
@@ -269,7 +267,7 @@ def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def repair_argument_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Fix the first level, on which parsers rely: an object with schemas as properties."""
+    """Parsers rely on the first level: an object with schemas as properties."""
     if not schema:
         return schema
     repaired = {name: value for name, value in schema.items() if name not in ("type", "properties", "required")}

@@ -36,7 +36,7 @@ class UnresolvableReference(Exception):
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
-    """A copy with each subschema replaced by `change(keyword, schema)`. Definitions stay."""
+    """A copy with each subschema replaced. Definitions stay."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
@@ -63,7 +63,6 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
 
 
 def walk_schemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All object schemas with their JSON pointers."""
     pending = [("", schema)]
     while pending:
         place, one = pending.pop()
@@ -98,7 +97,6 @@ class SchemaReferences:
         return self._pointers.get(id(schema), "")
 
     def resolve(self, reference: Any) -> Schema:
-        """Raises UnresolvableReference."""
         if not isinstance(reference, str):
             raise UnresolvableReference
         base, mark, fragment = reference.partition("#")

@@ -43,15 +43,15 @@ _COUPLED_KEYWORDS = (
 )
 """Keywords that depend on each other, so they move together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Bounds merged schemas and properties, as alternatives multiply: _MIN_STEPS plus _STEPS_PER_SCHEMA per schema of the
-document.
+"""Alternatives multiply, so merged schemas and properties are limited to _MIN_STEPS plus _STEPS_PER_SCHEMA per schema
+of the document.
 """
 
 
 class ClosedSchema(NamedTuple):
     schema: Schema
     open_objects: tuple[str, ...]
-    """JSON pointers of objects that could not be closed."""
+    """JSON pointers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,6 @@ class _SchemaCloser:
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
         """By id: the schema without applicators, and the original."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
-        """Single-choice schemas, by id of the branches."""
         self._open_pointers: dict[str, None] = {}
 
     def close_root(self, *, by_name: bool) -> ClosedSchema:
@@ -175,7 +174,7 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Idempotent, and always returns the same object, because schemas are identified by id."""
+        """Always returns the same object, because schemas are identified by id."""
         if id(schema) not in self._own_keywords:
             left_out = {
                 "$ref",
@@ -340,7 +339,7 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """Properties that may hold objects get `true`, as alternatives describe them."""
+        """Properties that may hold objects get `true`, because alternatives describe them."""
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]
         alone = {name: schemas for name, schemas in values.items() if not any(map(may_hold_objects, schemas))}

@@ -7,7 +7,7 @@ from quire.engine.schemas.keywords import Schema, SchemaReferences
 
 CLOSING_KEYWORDS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 _COUNTING_KEYWORDS = CLOSING_KEYWORDS | {"minProperties", "maxProperties", "propertyNames"}
-"""Their result may change if an object loses properties."""
+"""These may change if an object loses properties."""
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"})
 SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
 
@@ -130,7 +130,6 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> list[str]:
-    """[] without `type`. Raises UndecidableSchema for invalid types."""
     value = schema.get("type")
     if value is None:
         return []
