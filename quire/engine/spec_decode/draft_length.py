@@ -40,7 +40,7 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
 """Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""So that a kind that seemed not worth trying is eventually tried again."""
+"""Makes the drafter try a bad kind again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,10 @@ class StepCosts:
     """Seconds per step by number of tokens, measured at startup."""
 
     num_tokens: tuple[int, ...]
-    """Ascending, at least two."""
     seconds: tuple[float, ...]
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """Interpolates linearly; extrapolates from the last two points."""
+        """Interpolates linearly, and extrapolates from the last two points."""
         right = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
         (low, high), (least, most) = self.num_tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return least + (most - least) * (num_tokens - low) / (high - low)
@@ -66,7 +65,6 @@ class AcceptanceRate:
     num_tried: float = 0.0
 
     def estimate_rate(self, prior: float) -> float:
-        """Near `prior` while little was tried."""
         return (self.num_accepted + prior) / (self.num_tried + 1)
 
     def add_tokens(self, num_accepted: int, num_tried: int) -> None:
@@ -81,9 +79,7 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """By kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """By request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         """Assumes that the tokens before it are accepted."""
@@ -98,7 +94,7 @@ class AcceptanceTracker:
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
-        """`num_verified`: accepted tokens. The next token, if any, was rejected; later ones count as untried."""
+        """`num_verified`: accepted tokens. The next token, if any, was rejected. Later ones count as untried."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)
@@ -122,7 +118,6 @@ class AcceptanceTracker:
 
 class TrackingDrafter(Drafter):
     def __init__(self, drafter: Drafter | TokenwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
-        """`max_drafts`: per request and step."""
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}

@@ -31,11 +31,10 @@ class _GrammarState:
     """None if it cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """Computed once, as there may be thousands."""
+    """Computed once, because it may have thousands of tokens."""
     num_matched: int = 0
-    """Number of tokens of `forced_run` in the answer."""
     num_from_source: int = 0
-    """Leading tokens of the draft in flight that the other drafter proposed."""
+    """Leading draft tokens in flight from the other drafter."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
         self.num_consumed += len(answer)
@@ -57,7 +56,7 @@ class _GrammarState:
 
 class GrammarDrafter(Drafter):
     """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that it forces, such as keys of a
-    JSON schema. JSON is drafted with a space after commas and colons.
+    JSON schema. Assumes a space after JSON's commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -146,7 +145,7 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """The answer's last token may be longer and continue beyond the forced text."""
+    """The answer's last token may continue beyond the forced text."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []

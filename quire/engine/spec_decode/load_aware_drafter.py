@@ -12,7 +12,6 @@ from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
 
 PROBE_INTERVAL = 8
-"""In tokens."""
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
 """Break-even acceptance probability."""
@@ -23,7 +22,6 @@ class LoadAwareDrafter(Drafter):
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
         self._recently_verified: set[str] = set()
-        """Requests with drafts verified in the last step."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)
@@ -50,7 +48,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Spreads probes over steps. Requests with a grammar always draft, as forced tokens are certain."""
+        """Spreads probes over steps. Requests with a grammar always draft, because forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due

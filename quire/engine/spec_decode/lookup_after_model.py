@@ -1,5 +1,5 @@
 """A lookup continues the drafts of a model or of heads: the model finds the next words, and the lookup what follows
-them where the answer quotes.
+them in quotations.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from quire.engine.spec_decode.ngram_drafter import LookupDrafter
 @dataclass(frozen=True, slots=True)
 class _PendingDraft:
     num_from_model: int
-    """Leading tokens; a lookup drafted the rest."""
+    """A lookup drafted the rest."""
     kinds: list[int]
-    """KIND_DEFAULT for all tokens of the model, as sources are compared, not its probabilities."""
+    """Sources are compared, not the model's probabilities, so its kinds are all KIND_DEFAULT."""
 
 
 class LookupAfterModelDrafter(Drafter):
-    """Does not ask the model for a request whose lookup finds tokens that are accepted at least as often."""
+    """Does not ask the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
-        """`drafter`: of the model; limits its own tokens. `max_drafts`: per request and step, of both."""
+        """`drafter` limits the model's tokens. `max_drafts`: per request and step, of both."""
         self._drafter = drafter
         self._lookup = lookup
         self._max_drafts = max_drafts
         self._acceptance = AcceptanceTracker()
         self._pending: dict[str, _PendingDraft] = {}
-        """Drafts in flight, by request id."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)

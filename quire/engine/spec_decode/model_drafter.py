@@ -28,9 +28,8 @@ class DraftModel(Protocol):
 class DraftBlockLayout:
     block_size: int
     hash_block_size: int
-    """A divisor of block_size."""
     first_spare_block: int
-    """Each slot has `num_spare_blocks` from here on, for drafts beyond a request's blocks. Contents are lost."""
+    """Each slot has `num_spare_blocks` from here on, for drafts beyond a request's blocks."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -46,13 +45,13 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Leading tokens that are computed; all were known at that time."""
+    """Leading computed tokens, all known at that time."""
     drafts: list[int]
     """Draft tokens computed after them."""
     block_ids: list[int]
     """The request's own list, which preemption replaces."""
     num_sent_blocks: int
-    """Of `block_ids`, the number that the model's slot has."""
+    """How many of `block_ids` the model's slot has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,6 @@ class ModelDrafter(TokenwiseDrafter):
         self._slot_requests: dict[int, str] = {}
         """Request ids by slot."""
         self._hash_of_block: dict[int, bytes] = {}
-        """Hashes of full blocks that the draft model computed."""
         self._open_drafts: list[_OpenDraft] = []
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
@@ -190,7 +188,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """Without logprobs, and without the grammar, which would have to follow drafts that may be wrong."""
+    """Without logprobs and grammar, which would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

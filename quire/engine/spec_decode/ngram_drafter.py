@@ -16,7 +16,7 @@ from quire.engine.core.request import Request
 NGRAM_LENGTHS = (1, 2, 4, 8)
 """The longest match is used."""
 MAX_CANDIDATES = 8
-"""Number of most recent positions compared per n-gram."""
+"""Most recent positions compared per n-gram."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
 """Per request; about 5 ms."""
@@ -28,7 +28,6 @@ MAX_SHARED_SALTS = 64
 class MatchPosition(NamedTuple):
     text: Sequence[int]
     position: int
-    """The first token after the match."""
 
 
 class NgramIndex:
@@ -42,11 +41,10 @@ class NgramIndex:
         """By n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
-        """Each text's first position."""
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Index [begin, end). Only the last text may grow."""
+        """Only the last text may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -75,7 +73,7 @@ class NgramIndex:
 
 
 def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
-    """Also returns the length of the match: the longer, the likelier acceptance."""
+    """Also returns the match's length, because longer ones are likelier accepted."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(ending, match_position)) > longest:
@@ -92,7 +90,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """After the end of the text and of `drafted`, starts over, as the text may be repeating."""
+    """After the end of the text and of `drafted`, starts over, because the text may be repeating."""
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:

@@ -12,7 +12,7 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
     def __init__(
         self, drafter: TokenwiseDrafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts
     ) -> None:
-        """`draft_costs`: costs of drafting a token, by number of requests."""
+        """`draft_costs`: of drafting a token, by number of requests."""
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
 
