@@ -22,9 +22,9 @@ log = logging.getLogger("quire.tiers")
 
 _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
-"""After this a request computes its blocks instead."""
+"""Then the request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""After this an idle engine looks for messages."""
+"""Then an idle engine looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
@@ -43,7 +43,7 @@ class BlockLoad:
     cached_blocks: list[int]
     blocks: list[int]
     digests: list[Sequence[bytes]]
-    """Per block: hashes of its beginnings, the last being the whole block's."""
+    """Per block: hashes of its beginnings, then its own."""
     tiers: list[str]
     """Per block: name of the tier that had it at the lookup."""
     began_at: float
@@ -54,13 +54,12 @@ class BlockLoad:
     num_filled: int = 0
     """Leading `blocks` that have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(blocks, seconds) by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
 
 class BlockLoader:
-    """Public methods are for the engine's loop; threads fetch blocks."""
+    """Public methods are for the engine's loop. Threads fetch blocks."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class BlockLoader:
 
     @property
     def has_open_loads(self) -> bool:
-        """Without overdue loads, for which no request waits."""
+        """Excludes overdue loads, for which no request waits."""
         return bool(self._open_loads)
 
     @property
@@ -152,7 +151,7 @@ class BlockLoader:
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
-        """The request has ended; its blocks still arrive."""
+        """The request has ended, but its blocks still arrive."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)
@@ -171,7 +170,6 @@ class BlockLoader:
             self._finished_event.wait(_POLL_SECONDS)
 
     def _run_load(self, load: BlockLoad) -> None:
-        """Runs in a thread."""
         load.is_running = True
         try:
             for block, hashes in zip(load.blocks, load.digests, strict=True):

@@ -10,10 +10,9 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
-"""Further blocks are not kept."""
+"""Further blocks are dropped."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
-"""Receives the number of threads and a name."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
@@ -30,14 +29,13 @@ class BlockWriter:
         self._copy_lock = Lock()
         self._store_lock = Lock()
         self.generation = 0
-        """Grows with resets, after which earlier transfers are dropped."""
+        """Grows with resets. Earlier transfers are then dropped."""
         self._unwritten_bytes = 0
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         self.num_not_stored = 0
         """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0
-        """Copies that the loop itself made."""
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Blocks must be full. A prefix's first blocks count as most recently used."""
@@ -88,7 +86,6 @@ class BlockWriter:
                     tier.put(digest, copy)
 
     def _copy_and_store_blocks(self, blocks: Sequence[int], generation: int) -> None:
-        """Runs in the thread."""
         for block in blocks:
             with self._copy_lock:
                 digest = self._uncopied.get(block)
@@ -99,7 +96,6 @@ class BlockWriter:
             self._store_in_tiers(digest, copy, generation)
 
     def _store_forced_copy(self, digest: bytes, copy: BlockContent, generation: int) -> None:
-        """Runs in the thread."""
         self._store_in_tiers(digest, copy, generation)
         with self._copy_lock:
             self._unwritten_bytes -= len(copy)

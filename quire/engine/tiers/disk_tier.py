@@ -29,7 +29,7 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """Servers may share a folder; each counts only the bytes that it knows of."""
+    """Servers may share a folder. Each counts only the bytes that it knows of."""
 
     name = "disk"
 

@@ -56,7 +56,6 @@ class GuardedTier:
             self._call_or_disable_on_timeout(lambda: self._tier.drop(digest))
 
     def disable_and_stop_threads(self) -> None:
-        """Queued calls get no answer."""
         self.is_disabled = True
         for _ in range(_THREADS):
             self._calls.put(None)

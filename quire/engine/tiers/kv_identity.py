@@ -28,7 +28,6 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 _MIN_SAMPLES_PER_FILE = 16
 """Even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
-"""Size of the parts that threads hash."""
 _THREADS = 4
 _HASHES_FILE = "weights.json"
 _MAX_REMEMBERED = 64
@@ -79,7 +78,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """Construct before loading, as this takes the files' stamps."""
+    """Create it before loading, because it takes the files' stamps."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -103,7 +102,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """None if files changed, as the loaded content is then unknown."""
+        """None if files changed, because the loaded content is then unknown."""
         if self._is_dummy:
             return bytes(16)  # the identity includes the seed
         if not self._are_files_unchanged():
@@ -141,7 +140,7 @@ def _file_stamp(file: Path) -> FileStamp:
 
 
 def _hash_file_part(part: tuple[str, int]) -> bytes:
-    """With the position, because the same bytes elsewhere are other weights."""
+    """Includes the position, because the same bytes elsewhere are other weights."""
     path, begin = part
     with open(path, "rb") as file:
         file.seek(begin)

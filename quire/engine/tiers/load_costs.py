@@ -6,7 +6,7 @@ _EMA_WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32
 """Smaller steps do not show the cost of prompt tokens."""
 _PROBE_INTERVAL = 32
-"""Load anyway after this many refusals, as the tier may be fast again."""
+"""Load anyway after this many refusals, because the tier may be fast again."""
 
 
 class LoadCosts:

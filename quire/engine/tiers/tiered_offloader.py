@@ -28,7 +28,6 @@ class TransferOptions:
     store_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_timeout: float = LOAD_TIMEOUT_SECONDS
-    """How long a request waits for its blocks."""
 
 
 class TieredKVOffloader(KVOffloader):
@@ -55,8 +54,8 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Requests that compute missing blocks instead of loading them: those with an incomplete load, and those that
-        have loaded but not yet run, because others may take the loaded blocks repeatedly.
+        """Requests that compute missing blocks instead of loading them. They have an incomplete load, or have loaded
+        but not yet run, because others may take the loaded blocks repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
