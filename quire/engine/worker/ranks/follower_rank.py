@@ -163,7 +163,7 @@ class FollowerRank(RankMethods):
 
 
 class TensorParallelRank(FollowerRank):
-    """Has the whole image tower: all ranks compute the same features."""
+    """Has the whole image tower, because all ranks compute the same features."""
 
     setting = "tensor_parallel_size"
     _draft_head: LoadedDraftHead | None = None

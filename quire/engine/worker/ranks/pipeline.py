@@ -1,4 +1,4 @@
-"""Pipeline parallelism. The engine is the last stage: it decides steps, sends them to all, and samples. Meanwhile
+"""Pipeline parallelism. The engine is the last stage. It decides steps, sends them to all, and samples. Meanwhile
 earlier stages compute later steps, of other requests (the scheduler's `micro_batches`).
 """
 
@@ -124,7 +124,7 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """For any stage but the last. Sends its output to the next."""
+    """Any stage but the last. Sends its output to the next."""
 
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)

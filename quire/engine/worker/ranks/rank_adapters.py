@@ -11,8 +11,6 @@ _WAIT_SECONDS = 1.0
 
 
 class FollowerAdapterLoader:
-    """For followers; the first rank has LeaderAdapterLoader (rank_processes.py)."""
-
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}

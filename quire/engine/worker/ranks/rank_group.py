@@ -14,7 +14,7 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """The leader and its followers. --executor-cls names a subclass of an implementation that overrides `runner`."""
+    """The leader and its followers. --executor-cls names a subclass of an implementation, and may override `runner`."""
 
     note: str | None = None
 

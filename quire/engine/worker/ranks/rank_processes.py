@@ -55,8 +55,6 @@ R = TypeVar("R")
 
 
 class RankProcess(RunningProcess, Protocol):
-    """A Child, or a rank on another machine."""
-
     pid: int
 
     def send(self, content: bytes, /) -> None: ...
@@ -82,7 +80,7 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """Starts on construction, once all machines have joined; ends by `stop_ranks` or garbage collection. Raises
+    """Starts on construction, once all machines have joined. Ends by `stop_ranks` or garbage collection. Raises
     ConfigError.
     """
 
@@ -103,13 +101,11 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """Which process ended, and how; "": none."""
+        """Which process ended, and how; "" if none."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
-        """They return None once a process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
-        """Digests."""
         if chosen.device.type == "cuda" and not config.enforce_eager:
             os.environ.setdefault(_CUMEM_VARIABLE, "0")
         rendezvous = NodeRendezvous(config) if config.nnodes > 1 else None
@@ -125,7 +121,6 @@ class MultiProcessRanks(RankGroup):
     def _join_group(
         self, chosen: DevicePlan, rendezvous: NodeRendezvous | None
     ) -> tuple[Collective, list[int], tuple[str, int] | None]:
-        """The group, and shared memory descriptors or the store's address."""
         logits_row_bytes = 4 * -(-chosen.spec.vocab_size // self.count)
         over_memory = self.can_share_memory and rendezvous is None
         memory = chosen.backend.create_rank_memory(self.count, logits_row_bytes) if over_memory else None
@@ -203,7 +198,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raise EngineError with the reason if a rank ends, or a GPU stops waiting for one."""
+        """Raises EngineError with the reason if a rank ends, or a GPU stops waiting for one."""
         self._raise_failure()
         try:
             yield
@@ -326,7 +321,6 @@ class MultiProcessRanks(RankGroup):
             process.send(encode_frame(start))
 
     def on_rank_lost(self, rank: int, process: RankProcess, code: int) -> None:
-        """Runs in a thread."""
         how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, RemoteRank) and process.is_lost:
             how = "is out of reach"
@@ -367,7 +361,7 @@ def _watch_and_kill_stopped_ranks(
 
 
 def _end_ranks(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
-    """`cores`: the thread's cores before it was pinned; empty: it was not."""
+    """`cores`: the thread's cores before it was pinned, if it was."""
     closing.set()
     stay_on(cores)
     end_processes(processes, STOP_SECONDS)  # together: ranks that wait in NCCL for each other never end
@@ -380,6 +374,5 @@ def _trigger_group_close(group_ended: threading.Event, closing_thread: threading
 
 
 def _abort_collectives_on_event(group_ended: threading.Event, group: Collective) -> None:
-    """Runs in a thread."""
     group_ended.wait()
     group.abort_collectives()

@@ -14,7 +14,9 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, for users' functions. METHODS (engine/common/executor.py) lists the methods that are called by name."""
+    """A rank, for users' functions. RPC_METHODS (engine/common/executor.py) lists the methods that are called by
+    name.
+    """
 
     rank: int
     world_size: int

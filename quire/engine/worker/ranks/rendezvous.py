@@ -1,5 +1,5 @@
 """How ranks communicate: by shared memory if the backend has kernels for it, by NCCL between GPUs, otherwise by a
-torch.distributed group. Nothing else depends on the device.
+torch.distributed group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def connect_store(place: tuple[str, int]) -> dist.TCPStore:
 
 
 def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
-    """`address`: this machine's."""
     count = config.world_size
     if start.store is None:
         (memory,) = start.descriptors
@@ -108,8 +107,8 @@ def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
-    paths (https://github.com/NVIDIA/nccl/issues/1066).
+    """The rank's GPU comes first, as every thread's default. All stay visible, because NCCL may otherwise choose
+    inconsistent paths (https://github.com/NVIDIA/nccl/issues/1066).
     """
     gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
     return ",".join([gpus.pop(rank), *gpus])

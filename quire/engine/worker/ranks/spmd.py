@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
-"""How long the first rank waits for the others' kernel variants, which they find without waiting for any rank."""
+"""How long the first rank waits for the others' kernel variants. They wait for no rank meanwhile."""
 
 
 class SpmdRanks(MultiProcessRanks):
@@ -124,7 +124,7 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Drop grammars and sampling parameters, except of plain greedy requests, which all ranks compute."""
+    """Drop grammars and sampling parameters, except those of plain greedy requests, which all ranks compute."""
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
         scheduler_output.scheduled_requests,

@@ -1,5 +1,5 @@
-"""GPU sampler, equivalent to sampler.py; the host never waits. Parameters take one upload, and one more per kind of
-logits change. Kernels do the rest.
+"""GPU sampler, equivalent to sampler.py. The host never waits. Parameters take one upload, and one more per kind of
+logits change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.gpu.other_devices import is_other_device
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarBitmask | None], Tensor]
-"""See `sample_token_ids`."""
 
 
 def choose_sampler(

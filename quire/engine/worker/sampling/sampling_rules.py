@@ -22,9 +22,9 @@ class RequestSamplingRules:
 
     params: SamplingParams
     num_logprobs: int | None
-    """Tokens reported in addition to the sampled one; None: not even that."""
+    """Tokens reported in addition to the sampled one; None: none at all."""
     logprob_token_ids: np.ndarray | None
-    """int64; replaces the most likely tokens."""
+    """int64. These replace the most likely tokens."""
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
@@ -34,12 +34,12 @@ class RequestSamplingRules:
     biases_before_min_tokens: dict[int, float]
     """Biases, and -inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Two or more tokens; the last may not follow the others."""
+    """Two or more tokens. The last may not follow the others."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
     dry: DryRule | None
     has_rare_filters: bool
-    """If so, rare_filters.py applies all filters, and the kernels none."""
+    """Then rare_filters.py applies all filters, and the kernels none."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
@@ -110,7 +110,7 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """A tuple: each step makes hundreds, and a frozen dataclass takes three times as long."""
+    """Each step makes hundreds. A frozen dataclass takes three times as long as a tuple."""
 
     rules: RequestSamplingRules
     seed: int
@@ -150,7 +150,7 @@ class LogitsProcessor(Protocol):
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
         """If a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that the grammar allows, the
-        grammar wins: the row then uses its `unmodified` logits [R, vocab] (None if nothing is banned).
+        row uses its `unmodified` logits [R, vocab] (None if nothing is banned).
         """
 
 
