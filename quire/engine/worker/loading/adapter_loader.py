@@ -1,6 +1,4 @@
-"""Loads LoRA adapters in a background thread. The host caches packed adapters, and evicts the least recently used
-first.
-"""
+"""Loads LoRA adapters in a background thread. The host caches packed adapters."""
 
 from __future__ import annotations
 
@@ -81,7 +79,6 @@ class ModelAdapterLoader:
             self._packed_by_digest.popitem(last=False)
 
     def _read_pack_and_queue_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Runs in the thread."""
         result: PackedAdapter | str
         try:
             result = self._adapter_slots.pack_adapter(self._read_lora_weights(adapter))
@@ -120,7 +117,7 @@ def make_adapter_loader(
 def read_lora_weights(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
 ) -> dict[str, LoRALayerWeights]:
-    """float32 by module; `up` includes the scale. Raises AdapterError."""
+    """float32 by module. `up` includes the scale. Raises AdapterError."""
     parts = read_adapter_specs(folder, modules, max_rank, embedding=embedding)
     low_ranks = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:

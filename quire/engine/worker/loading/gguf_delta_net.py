@@ -16,7 +16,7 @@ from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
 _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
-"""All rows of these belong to value heads."""
+"""All rows belong to value heads."""
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """Order of a quantized linear's inputs, [in]; None if unchanged."""
+        """[in]; None if unchanged."""
         net = self._net
         if (
             net is None

@@ -34,7 +34,7 @@ def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
 
 
 def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str, GGMLType]:
-    """Types of linears' tensors by checkpoint name."""
+    """By checkpoint name."""
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
@@ -50,7 +50,7 @@ def _split_fused_names(names: list[str]) -> list[str]:
 
 
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
-    """Names of the tensor or, with True, of each expert's part."""
+    """Names of the tensor, or with True of each expert's part."""
     count = config.raw.get("num_local_experts") or 0
     names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
@@ -96,7 +96,6 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
 
 
 def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
-    """Raises ModelError."""
     match name.partition(".mamba.")[2]:
         case "conv1d.weight":
             return rows.unsqueeze(1)
@@ -149,7 +148,9 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Return the number of bytes read, smaller than `content` at the end of the file. One call reads at most 2 GiB."""
+    """Return the number of bytes read, which is smaller than `content` at the end of the file. One call reads at most 2
+    GiB.
+    """
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

@@ -47,7 +47,7 @@ def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_
 
 
 def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorStream:
-    """Outputs: first half gate, second half up."""
+    """The first half of the outputs is gate, the second up."""
     for expert, rows in enumerate(tensor):
         parts = [("down", rows)] if down else zip(("gate", "up"), rows.chunk(2), strict=True)
         for linear, part in parts:
@@ -62,7 +62,6 @@ def _to_output_rows(tensor: Tensor, kind: str) -> Tensor:
 
 
 def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Gate and up rows alternate."""
     if name == "down":
         yield name, rows
     else:

@@ -26,7 +26,6 @@ _DEFAULT_MAX_DEVIATION = 0.5
 
 
 def import_transformers_decoder() -> type[TransformersDecoder]:
-    """Importing transformers takes seconds."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
     ).TransformersDecoder
@@ -34,12 +33,12 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
-    """`default`: for models that Quire's own file computes."""
+    """`default`: for models that Quire computes itself."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 
 def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for unsupported settings."""
+    """Raises ConfigError for unsupported settings."""
     if model.transformers_config is None:
         return
     speculative = config.speculative_config
@@ -85,8 +84,8 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Compare logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different, which
-    means that the class ignores positions.
+    """Compares logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different,
+    because the class then ignores positions.
     """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
@@ -127,7 +126,7 @@ class _BatchTrial:
         ]
 
     def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
-        """Sequence n starts at step n, in thirds; all last tokens come at once."""
+        """Sequence n starts at step n, in thirds. All last tokens come at once."""
         steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
         for row, length in enumerate(self.lengths):
             cuts = [third * (length - 1) // 3 for third in range(4)]

@@ -1,4 +1,4 @@
-"""Streams tensors into a parameter table. Reads nothing twice; holds one tensor beyond the model."""
+"""Streams tensors into a parameter table. Reads nothing twice, and holds one tensor beyond the model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 _REMAP_BYTES = 32 << 20
 _MAX_NAME_CHARACTERS = 100
 _MAX_NAMES = 8
-"""Names listed in an error; the rest are counted."""
+"""Names listed in an error. The rest are counted."""
 
 
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Return bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN if
+    """Returns bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN if
     `require_finite`.
     """
     missing = dict(table)
@@ -61,7 +61,7 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """A head replaces a missing embedding; otherwise the copy is dropped (see correct_tie_word_embeddings). Raises
+    """A head replaces a missing embedding. Otherwise the copy is dropped (see correct_tie_word_embeddings). Raises
     ModelError if they differ, as replacement weights may.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
@@ -87,7 +87,7 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By minimum and maximum: a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
+    """By minimum and maximum, in a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
     return (
         not _is_castable_float(tensor.dtype)
         or not tensor.numel()
@@ -118,7 +118,6 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
 
 
 def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
-    """Raise ModelError for missing shards."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
     return shards
@@ -127,7 +126,7 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """Add or remove a prefix: models may be saved alone or within others. `unused`: prefixes to skip."""
+    """Add or remove a prefix, because models may be saved alone or within others. `unused`: prefixes to skip."""
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -146,7 +145,7 @@ def prefix_names(folder: str, stream: TensorStream) -> TensorStream:
 
 
 def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
-    """Remaps a safetensors file every _REMAP_BYTES: mapped pages that were read count as used memory. Raises
+    """Remaps a safetensors file every _REMAP_BYTES, because mapped pages that were read count as used memory. Raises
     ModelError.
     """
     if is_pickled(shard):
@@ -181,7 +180,7 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Matrices have variance 1 / fan-in, vectors are near 1."""
+    """Matrices have variance 1 / fan-in; vectors are near 1."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)

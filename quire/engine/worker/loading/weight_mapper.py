@@ -78,7 +78,7 @@ class WeightMapper:
         return self._weight_names.module_in_checkpoint(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """`tensor`: its first axis is a stored module's outputs."""
+        """The first axis is a stored module's outputs."""
         for own, piece in zip(self.map_module_name(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
@@ -157,7 +157,6 @@ class WeightMapper:
 
 
 def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
-    """None if no layer has them."""
     for index, layer in enumerate(spec.layers):
         shapes = ParameterShapes()
         for sublayer in layer:

@@ -1,4 +1,4 @@
-"""CPUs keep experts or layers on disk (weights_on_disk), GPUs keep layers in host memory (cpu_offload_gb)."""
+"""CPUs leave experts or layers on disk (weights_on_disk), GPUs leave layers in host memory (cpu_offload_gb)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ _MOUNT_INFO = Path("/proc/self/mountinfo")
 def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
-    """Raises ConfigError."""
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
@@ -90,7 +89,9 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Load inside; on exit, weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
+    """Load inside this context. On exit, weights are final. Raises ConfigError if the disk is full or offloading is
+    impossible.
+    """
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):

@@ -36,10 +36,10 @@ class DeviceDrafter(Protocol):
 
 
 class LoadedDrafter(Protocol):
-    """A drafter that has no KV blocks yet."""
+    """A drafter without KV blocks."""
 
     is_on_all_ranks: ClassVar[bool]
-    """If not, it is on the first rank only."""
+    """Otherwise it is on the first rank only."""
 
     @property
     def kv_module(self) -> KVModule: ...

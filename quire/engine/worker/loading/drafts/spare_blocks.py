@@ -14,6 +14,6 @@ class SpareBlockLayout(NamedTuple):
 
 
 def num_spare_blocks_per_slot(config: EngineConfig, block_size: int) -> int:
-    """Blocks for draft tokens, in addition to those of the slot's sequence."""
+    """Blocks for draft tokens, beyond those of the sequence."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

@@ -22,7 +22,7 @@ class LoadedModel:
     adapter_slots: AdapterManager | None
     quantization: str
     read_bytes: int
-    """Bytes of the weights as read, before online quantization."""
+    """Of the weights in files, before online quantization."""
     kv_groups: KVCacheGroups
     """Groups of all pipeline stages."""
 
