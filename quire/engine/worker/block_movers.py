@@ -16,9 +16,7 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """`tensors`: from allocate_kv_blocks. `identity`: everything that the bits depend on. `on_claim` receives blocks
-    about to be written.
-    """
+    """`identity`: everything that the bits depend on. `on_claim` receives blocks about to be written."""
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)
 

@@ -44,7 +44,7 @@ _PREFAULT_FRACTION = 1 / 8
 _PREFAULT_BYTES = 512 * 2**10
 """Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
-"""In PyTorch's RuntimeErrors for hosts and Apple GPUs."""
+"""Found in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
@@ -89,8 +89,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound before weights are loaded, at least one block, because per-position tables must not grow with
-    config.json's claims. `token_bytes`: of all layers.
+    """Upper bound before weights are loaded, at least one block. Per-position tables must not grow with config.json's
+    claims. `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -242,7 +242,7 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
     """Stacks tensors of one kind as [tensors, blocks, ...], so that one operation covers a block in all layers.
-    Uninitialized on the host, where Linux gives untouched memory for free; elsewhere zeroed, because kernels read
+    Uninitialized on the host, where Linux gives untouched memory for free. Elsewhere zeroed, because kernels read
     unwritten blocks before a window with weight 0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
@@ -267,7 +267,6 @@ def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerC
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Of one slot in all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 

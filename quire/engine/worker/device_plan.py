@@ -107,7 +107,7 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
-    """Return the device. Raises ConfigError if this replica would share its GPU with others; replicas with their own
+    """Return the device. Raises ConfigError if this replica would share its GPU with others. Replicas with their own
     GPUs are started with --device cuda or xpu (client/replica_shares.py).
     """
     is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
@@ -210,7 +210,7 @@ def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
     """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and fast attention needs
-    16 bits; older GPUs have tensor cores only for float16. Other devices: see kernels/gpu/other_devices.py.
+    16 bits. Older GPUs have tensor cores only for float16. Other devices: see kernels/gpu/other_devices.py.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -263,17 +263,16 @@ class DevicePlan:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     dtype_note: str | None
-    """See ModelDTypes.change_note."""
     backend: Backend
     backend_reason: str
     vision_backend: Backend
     """For the image tower, whose keys and values are not sharded."""
     eager_prefill_reason: str | None = None
-    """Why graphs hold decodes but no prefills; known on the first rank."""
+    """Why graphs hold decodes but no prefills. Known on the first rank only."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """A name that the setting accepts; "auto": the model's dtype."""
+    """ "auto": the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -354,8 +353,8 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Raises ConfigError if no backend serves or, if required, none is deterministic: GPUs need Triton, and PyTorch's
-    CPU products may depend on the batch.
+    """Raises ConfigError if no backend serves or, if required, none is deterministic. GPUs need Triton for that, and
+    PyTorch's CPU products may depend on the batch.
     """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:

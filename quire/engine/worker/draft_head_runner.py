@@ -36,7 +36,7 @@ class HiddenStates:
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, hidden]; see GraphOutputs."""
+    """Returns [R, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """States before the last samples; the last row is for graphs' drafts."""
+        """States before the last samples. The last row is for graphs' drafts."""
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -120,7 +120,6 @@ class DraftHeadRunner:
     def compute_states(
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
-        """`token_slots` [T]."""
         # Unsampled rows may be followed by garbage.
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
@@ -145,7 +144,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Index of the state before the last token; None if outdated."""
+        """None if outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -180,7 +179,6 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _draft_by_graphs(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """The graphs also sample if all rows are greedy."""
         graphs = self.graphs
         table = self._input_batch.token_ids
         draft_tokens = list[Tensor]()

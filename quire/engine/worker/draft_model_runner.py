@@ -42,7 +42,7 @@ class DraftModelRunner:
         eos_token_ids: tuple[int, ...],
         capture: GraphCapture | None = None,
     ) -> None:
-        """`capture`: needs slots with a scratch block."""
+        """`capture` needs slots with a scratch block."""
         self._model = model
         self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
         self._input_batch = slots
@@ -56,7 +56,6 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Returns drafts for rows that want one."""
         slots = self._input_batch
         for row in rows:
             if (new_request := row.new_request) is not None:
@@ -109,9 +108,7 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[R, hidden], and drafts if a graph samples. Graph rows may be several tokens of a sequence: see
-        DecodeGraphs.can_run.
-        """
+        """[R, hidden], and drafts if a graph samples. Graph rows may be several tokens of a sequence."""
         slots, starts, counts = row_array
         total = int(counts.sum())
         if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:

@@ -119,7 +119,6 @@ class InputBatch:
         self.token_ids[new_request.slot, : len(ids)] = ids
 
     def set_rope_offset(self, slot: int, offset: int) -> None:
-        """A step's metadata may override it."""
         if self._rope_offsets is None:
             self._rope_offsets = torch.zeros(len(self.slot_requests) + 1, dtype=torch.int64, device=self.device)
         self._rope_offsets[slot].fill_(offset)
@@ -176,7 +175,7 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a new owner's state length is unknown, so that no graph can run."""
+        """False if a new owner's state length is unknown. No graph can then run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -412,7 +411,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """A row's last sample gets its `ends` value; its drafts get the values just below."""
+    """A row's last sample gets its `ends` value. Its drafts get the values just below."""
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

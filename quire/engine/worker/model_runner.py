@@ -134,7 +134,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """On a GPU this only queues work: a step reads what earlier steps sampled and stored, and the host does not
+        """On a GPU this only queues work. A step reads what earlier steps sampled and stored, and the host does not
         wait.
         """
         if self._step_splitter is None:
@@ -276,7 +276,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile; measuring a step
+        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile. Measuring a step
         compiled those for long prompts.
         """
         if self._encoder_cache is not None:
@@ -385,7 +385,6 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Sample one token per row with operations that a graph can capture."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(

@@ -44,7 +44,7 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
-"""Keyed by the value that replaces the sampled token."""
+"""By the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 
@@ -116,8 +116,8 @@ class PendingStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """`sampled`, one token longer than `drafts`, up to and including the first difference: later tokens follow a wrong
-    draft.
+    """`sampled`, one token longer than `drafts`, up to and including the first difference, because later tokens follow
+    a wrong draft.
     """
     num_accepted = 0
     while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:

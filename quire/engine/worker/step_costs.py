@@ -11,7 +11,6 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
-"""Context of each measured sequence."""
 _MIN_MAX_ROUNDS = (3, 32)
 """Between these, _MAX_SECONDS ends the measurement."""
 _MAX_SECONDS = 0.1

@@ -83,14 +83,14 @@ class StepSplitter:
 def make_step_splitter(
     compute: Callable[[SchedulerOutput], PendingOutput], slots: InputBatch, group: Collective | None
 ) -> StepSplitter | None:
-    """None if a step cannot be repeated, because its first layers may have advanced recurrent states, or because other
-    ranks (`group`) compute it too.
+    """None if a step cannot be repeated. Its first layers may have advanced recurrent states, or other ranks (`group`)
+    compute it too.
     """
     if any(slots.recurrent_states) or group is not None:
         return None
 
     def can_split(row: ScheduledRequest) -> bool:
-        """False for pooling, and for images, whose tokens may attend to each other: both need all tokens of a chunk."""
+        """False for pooling, and for images, whose tokens may attend to each other. Both need all tokens of a chunk."""
         new_request = slots.get_slot_request(row.slot).new_request
         return not new_request.spans and isinstance(new_request.params, SamplingParams)
 

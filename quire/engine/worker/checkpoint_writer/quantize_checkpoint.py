@@ -30,13 +30,13 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 
 _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
-"""Weights of layers, of which the two-dimensional ones are linears."""
+"""Weights of layers. The two-dimensional ones are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
 """Routers stay unquantized."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
-"""These stay unquantized, as Quire does not serve them otherwise."""
+"""These stay unquantized, because Quire does not serve them otherwise."""
 
 
 def quantize_folder(
@@ -116,7 +116,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
 
 
 def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """With the head even if tied, because other programs have it."""
+    """Lists the head even if tied, because other programs have it."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)

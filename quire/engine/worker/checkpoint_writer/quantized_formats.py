@@ -48,7 +48,6 @@ class ChannelFormat(QuantizedFormat):
     """8 bits with a scale per output."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: int or float."""
         self._kind = kind
         self.format_name = f"{kind}-quantized"
         common = {"num_bits": 8, "type": kind, "symmetric": True}

@@ -17,7 +17,7 @@ DTYPE_BYTES = {
 
 
 class SafetensorsFileWriter:
-    """A context manager. Tensors may come in any order. Raises OSError."""
+    """A context manager. Tensors may come in any order, each once. Raises OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """`tensors`: safetensors dtype and shape."""
@@ -45,7 +45,6 @@ class SafetensorsFileWriter:
         assert error is not None or not self._unwritten, f"never written: {', '.join(self._unwritten)}"
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Call once per tensor."""
         at, size = self._unwritten.pop(name)
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         assert data.nbytes == size, name

@@ -1,6 +1,6 @@
 """SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others and use up the 8
-bits. Each is divided by a factor, which becomes part of the norm, and its weights are multiplied by it: max|input|^a /
-max|weight|^(1 - a).
+bits. Each input is divided by a factor, which becomes part of the norm, and its weights are multiplied by it:
+max|input|^a / max|weight|^(1 - a).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 @dataclass(frozen=True, slots=True)
 class ActivationRange:
-    """For a norm that only linears read."""
+    """Of a norm that only linears read."""
 
     norm: str
     offset: float

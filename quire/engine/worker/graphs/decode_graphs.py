@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
 
-A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions); all else has
+A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions). All else has
 fixed device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows. All
 graphs of a size share buffers. Further graphs sample greedily, and run draft heads once tokens are stored.
 """
@@ -24,9 +24,9 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Rows; captured up to max_num_seqs."""
+"""Rows, up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""In tokens; each further graph allows four times more. Kernels split work by a graph's longest context, so a single
+"""In tokens. Each further graph allows four times more. Kernels split work by a graph's longest context, so a single
 graph would be slow for short contexts.
 """
 
@@ -46,7 +46,6 @@ MAX_SAMPLE_ROWS = 64
 class StepFunctions:
     decode: DecodeFunction
     sample: SampleFunction | None = None
-    """Samples greedily."""
     run_draft_heads: HeadFunction | None = None
 
 
@@ -61,7 +60,7 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Rows per graph, up to the first size with a row per slot."""
+    """Up to the first size with a row per slot."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
@@ -103,8 +102,8 @@ class DecodeGraphs:
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """True if every token is sampled. Draft tokens are rows: each layer stores all keys and values before it
-        attends.
+        """True if every token is sampled. Draft tokens are rows, because each layer stores all keys and values before
+        it attends.
         """
         return (
             sum(row.num_tokens for row in scheduler_output.scheduled_requests) <= self.max_rows

@@ -43,18 +43,18 @@ class GraphOutputs:
 
 
 class GraphSet(Generic[GraphKey]):
-    """Ranks capture in the same order, and use no graph that failed on one of them: a rank that replays and one that
+    """Ranks capture in the same order, and use no graph that failed on one of them. A rank that replays and one that
     runs eagerly might wait for each other's collectives.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: ranks that capture the same graphs; default: only this one."""
+        """`group`: ranks that capture the same graphs."""
         self._capture = capture
         self._device = device
         self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
-        """Kept, as PyTorch would free the pool with its last graph."""
+        """Kept, because PyTorch would free the pool with its last graph."""
         self.eager_reasons: dict[GraphKey, str] = {}
         self._num_rows: dict[GraphKey, int] = {}
 
@@ -98,7 +98,6 @@ class GraphSet(Generic[GraphKey]):
             self.graphs[key] = CapturedGraph(*captured)
 
     def failure_notes(self, template: str) -> list[str]:
-        """`template` has a place for row counts."""
         failure_texts = []
         for reason in dict.fromkeys(self.eager_reasons.values()):
             sizes = sorted({self._num_rows[kind] for kind, why in self.eager_reasons.items() if why == reason})
@@ -110,7 +109,7 @@ class CudaGraphCapture:
     """Graphs share a pool, so no two run at once."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept, as PyTorch's allocator still asks them about memory."""
+    """Kept, because PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
         """`allocator`: PyTorch's private functions."""

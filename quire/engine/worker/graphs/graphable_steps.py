@@ -11,7 +11,6 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.prefill_decode_split import join_metadata
 
 ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
-"""See DraftHeadRunner.compute_states."""
 
 
 class GraphableSteps:

@@ -5,7 +5,7 @@ slot, and sequences of it that take all remaining tokens. So no sequence is empt
 some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the
 maximum length (kernels/gpu/prefill_decode_split.py).
 
-vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
+vLLM has a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
 attention from the host takes most of a small step's time.
 
 A key is captured in an idle moment after a step first asks for it, or when a step asks again, up to MAX_MIXED_GRAPHS.
@@ -60,7 +60,7 @@ class GraphPlan:
     scheduler_output: SchedulerOutput
     key: MixedGraphKey
     is_decode: np.ndarray
-    """[rows] bool; drafts count as decodes."""
+    """Drafts count as decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily. Only batches and failures decide what is captured, so all ranks agree."""
+        """Only batches and failures decide what is captured, so all ranks agree."""
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -93,7 +93,7 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """In order: graphs for a single prompt, then those that steps asked for."""
+        """Graphs for a single prompt, then those that steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)

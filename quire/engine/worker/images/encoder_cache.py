@@ -17,7 +17,7 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""Salt and digest: tenants with other salts cannot tell by timing that an image is cached."""
+"""Salt and digest. Tenants with other salts cannot tell by timing that an image is cached."""
 
 
 class _PartialEncoding:
@@ -42,7 +42,7 @@ class ImageEncoderCache:
     def __init__(
         self, tower: Tower | None, vision: VisionSpec, max_bytes: int = ENCODER_CACHE_BYTES, *, one_by_one: bool = False
     ) -> None:
-        """`tower`: None in later pipeline stages. `one_by_one`: if a batch would change an image's bits."""
+        """`tower`: None in later pipeline stages. `one_by_one`: a batch would change an image's bits."""
         self._tower = tower
         self._vision = vision
         self._one_by_one = one_by_one
@@ -53,7 +53,7 @@ class ImageEncoderCache:
         """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """By slot; several slots may share one."""
+        """By slot. Several slots may share one."""
         self.num_encoded = 0
         """Images, or parts of images."""
 

@@ -124,7 +124,7 @@ class ImagePositions:
 
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
-    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without M-RoPE. Text continues after the
+    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without mRoPE. Text continues after the
     largest coordinate (Wang et al., 2024).
     """
     contents = {each.digest: each for each in new_request.images}

@@ -27,7 +27,7 @@ _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Counts only newly compiled kinds."""
+    """Counts only new kinds."""
 
     num_compiled: int = 0
     num_failed: int = 0
@@ -74,7 +74,6 @@ def _compile_missing_variants(
 
 
 def _failure_reason(child: Child, errors: IO[bytes]) -> str:
-    """The last line, an exception's message."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
     assert child.returncode is not None

@@ -63,7 +63,6 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
 def launch_draft_head_variants(
     head: DraftHead, size: int, dtype: torch.dtype, kv_cache: KVCache, slots: InputBatch, tokens: int
 ) -> None:
-    """`size`: hidden size."""
     states = torch.zeros((1, size), dtype=dtype, device=slots.device)
     for shape in dummy_step_shapes(slots, tokens) if kv_cache else ():
         inputs = dummy_step_inputs(slots, *shape)
@@ -103,7 +102,7 @@ def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
 
 
 def _launch_sampler_variants(logits: torch.Tensor, slots: InputBatch) -> None:
-    """Same launches as device_sampler.py."""
+    """The same launches as in device_sampler.py."""
     from quire.kernels.gpu import triton_logits, triton_sampling
 
     rows, table = len(logits), slots.token_ids

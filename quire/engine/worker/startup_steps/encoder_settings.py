@@ -24,7 +24,7 @@ def determine_batch_invariance(
 
 
 def check_encoder_config(config: EngineConfig) -> None:
-    """Raise ConfigError for decoder-only settings."""
+    """Raises ConfigError for decoder-only settings."""
     for name, is_set, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders run in one process"),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders run in one process"),

@@ -19,13 +19,11 @@ class _DraftMemoryNeeds:
     block_bytes: int = 0
     state_bytes: int = 0
     spare_bytes: int = 0
-    """KV blocks for draft tokens beyond the longest sequences."""
+    """For draft tokens beyond the longest sequences."""
     formula: str = ""
 
 
 class KVCacheSizer:
-    """`groups`: of all pipeline stages."""
-
     def __init__(
         self,
         config: EngineConfig,

@@ -15,7 +15,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.processes.gpus import CUDA_VARIABLE, HIP_VARIABLE
 
 _CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
-"""Set by NVIDIA's images, and ours for CUDA; NVIDIA's container runtime gives the container these GPUs."""
+"""Set by CUDA images. NVIDIA's container runtime gives the container these GPUs."""
 _NO_GPUS = ("", "void", "none")
 
 

@@ -26,7 +26,7 @@ class WorkerWeights:
     tower: LoadedTower
     drafter: LoadedDrafter | None
     weight_bytes: int
-    """Bytes in memory, in all stages."""
+    """In all stages."""
     is_batch_invariant: bool
     transformers_notes: list[str]
 

@@ -13,7 +13,7 @@ from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
 
 READY = b"ready\n"
-"""Written once the child can use the GPU; the verdict follows."""
+"""Written once the child can use the GPU. The verdict follows."""
 
 
 class ProbeSettings(msgspec.Struct, frozen=True):
@@ -51,5 +51,4 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 class TrialVerdict(msgspec.Struct, frozen=True):
     failure: str | None
-    """Why the backend cannot serve; None if all probes passed."""
     seconds: float

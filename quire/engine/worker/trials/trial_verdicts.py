@@ -36,10 +36,7 @@ _PACKAGES = (
 
 
 class VerdictKey(msgspec.Struct, frozen=True):
-    """What a verdict applies to."""
-
     machine: dict[str, str]
-    """See `describe_machine`."""
     request: TrialRequest
 
 
@@ -80,7 +77,9 @@ def verdict_path(folder: Path, key: VerdictKey) -> Path:
 
 
 def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
-    """None if there is no verdict for this key. A file with other content is ignored; the next verdict replaces it."""
+    """None if there is no verdict for this key. A file with other content is ignored, and the next verdict
+    replaces it.
+    """
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_VerdictFile)
     except FileNotFoundError:
@@ -95,7 +94,7 @@ def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
 
 
 def write_verdict(path: Path, key: VerdictKey, verdict: TrialVerdict) -> bool:
-    """Returns False, after a warning, if the file cannot be written."""
+    """False, after a warning, if the file cannot be written."""
     part = path.with_suffix(f".{os.getpid()}")  # another starting process must not read half a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
