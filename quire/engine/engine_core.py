@@ -98,7 +98,6 @@ class EngineCore:
         return take_block_table_view(self.scheduler, request_id)
 
     def run_next_warmup(self) -> bool:
-        """False if no warm-up is left."""
         self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         more = self.executor.warm_up_next() or (
             self._device_drafter is not None and self._device_drafter.capture_next_graph()
@@ -142,11 +141,10 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Of the step whose results the last `step` call returned; None if there was none."""
+        """Of the step whose results the last `step` call returned, if any."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
-        """With outputs of adds and aborts."""
         outputs = self._step_runner.run_step()
         self.scheduler.kv_cache_manager.publish_events()
         return outputs

@@ -41,11 +41,11 @@ _ERROR_LINGER_MS = 30_000
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
-    """The next engine's; None: sleep."""
+    """Of the next engine; None: sleep."""
 
 
 class EngineLetGo(Exception):
-    """Raised by calls that are answered after the engine is released."""
+    """These calls are answered after the engine is released."""
 
     def __init__(self, config: EngineConfig | None) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Returns only if the engine cannot start; otherwise the process ends with its parent."""
+    """Returns only if the engine cannot start. Otherwise the process ends with its parent."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -178,8 +178,8 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """Falls back to `previous`, and then returns the error. The old engine must have been released. Raises ConfigError
-    if neither can start.
+    """If `config` fails, builds `previous` and returns the error. The old engine must have been released. Raises
+    ConfigError if neither can start.
     """
     try:
         return config, EngineCore(config, heartbeat), None

@@ -26,12 +26,12 @@ class ForeignFlag:
     """Values without effect."""
 
     def redundancy_reason(self, value: str) -> str:
-        """Empty if this value would have an effect."""
+        """ "" if this value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`, or empty."""
+    """`did you mean …?`, or ""."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -53,13 +53,12 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Empty if the value is not redundant. `name`: without dashes."""
+    """ "" if the value is not redundant. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """True for server settings that vLLM's `LLM` takes too."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
@@ -81,7 +80,7 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """For options of vLLM's `LLM`. Empty if Quire has the option, does not know it, or would have to act. None requests
+    """For options of vLLM's `LLM`. "" if Quire has the option, does not know it, or would have to act. None requests
     nothing; False means `--no-…`.
     """
     flag = name.replace("_", "-")
@@ -119,7 +118,7 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """Empty without a suggestion. `known`: with dashes."""
+    """ "" without a suggestion. `known`: with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 
