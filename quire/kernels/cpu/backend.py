@@ -1,5 +1,5 @@
 """C++ kernels for float32 and bfloat16. The reference computes other dtypes, except KV, which has its own layout and
-raises TypeError. add_* and mul_by_column_slice work in place on contiguous arguments. A call costs a few microseconds
+raises TypeError. add_* and mul_by_column_slice work in place on contiguous arguments. A call takes a few microseconds
 of Python, so create only tensors that are returned.
 """
 

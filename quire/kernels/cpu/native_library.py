@@ -34,7 +34,7 @@ _FLOAT = ctypes.c_float
 
 
 class QuantizedPart(ctypes.Structure):
-    """This and the following structures, up to LoraLinear, mirror exports.h."""
+    """The structures up to LoraLinear mirror exports.h."""
 
     _fields_ = [
         *[(name, _POINTER) for name in ("packed", "factors")],
@@ -315,12 +315,11 @@ class NativeLibrary:
         return function
 
     def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
-        """Address of the function through which decoder/recorded.cpp calls the kernel."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
 def load_library_or_reason() -> NativeLibrary | str:
-    """The best loadable library, or why there is none, in one line."""
+    """Or why there is none, in one line."""
     try:
         isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"

@@ -29,7 +29,6 @@ class StepInputs(NamedTuple):
     context_lens: Any
     block_table: Any
     table_stride: Any
-    """Columns of the block table."""
     num_sequences: Any
     state_slots: Any
     num_state_tokens: Any
@@ -281,8 +280,6 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Creates only tensors that it returns."""
-
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library
 

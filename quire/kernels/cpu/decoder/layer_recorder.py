@@ -43,8 +43,6 @@ class _StepArgument:
 
 @dataclass(slots=True, eq=False)
 class _PlaceholderTensor(_StepArgument):
-    """Stands for a tensor [T, *shape]."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -197,7 +195,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype: default is the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -272,7 +269,6 @@ def record_layers(
 
 
 def _encode_argument(each: Any, kind: type) -> native_library.Argument:
-    """`kind`: ctypes type in the kernel's signature."""
     match each:
         case _StepArgument():
             return native_library.Argument(each.kind, each.value)

@@ -34,8 +34,6 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RelocatableWeights(NamedTuple):
-    """Weights that kernels reach through a pointer."""
-
     pointer_address: int
     weights: Tensor
     """[bytes] uint8."""
@@ -59,7 +57,6 @@ class _FileExtent(NamedTuple):
     address: int
     """Page-aligned."""
     offset: int
-    """Offset in the file."""
     size: int
 
 
@@ -77,7 +74,7 @@ class MappedWeightArena(native_library.WeightArena):
         """By layer: each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8 on its own pages. Raises OSError if the disk is full."""
+        """[size] uint8 on its own pages. Raises OSError."""
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if rounded > len(self._free_bytes):
             self._map_chunk(max(_CHUNK_BYTES, rounded))
@@ -119,7 +116,6 @@ class MappedWeightArena(native_library.WeightArena):
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_WILLNEED)
 
     def drop_pages(self, weights: Tensor) -> None:
-        """For weights that this process no longer reads."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
@@ -188,11 +184,11 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """For measurements: as if the OS had no memory for these pages."""
+        """As if the OS had no memory for these pages."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """For measurements: whether the next layer's experts are prefetched before they are chosen."""
+        """Whether the next layer's experts are prefetched before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -203,7 +199,6 @@ class MappedDiskExperts(DiskExperts):
             self._rebalance_pinned()
 
     def _rebalance_pinned(self) -> None:
-        """Halves earlier use counts."""
         self._scores = self._scores / 2 + self._tables.uses
         self._tables.uses.zero_()
         wanted = self._layer_major_order[
@@ -276,7 +271,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Of this process, with page faults and prefetches; 0 if the OS does not report them."""
+    """Of this process; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -19,7 +19,6 @@ _MAX_EXPERTS = 1024
 class CpuLinearBackend(ReferenceBackend):
     keeps_weights_quantized = True
     library: native_library.NativeLibrary
-    """Unset if `missing_reason` is set."""
 
     def __init__(
         self, library: native_library.NativeLibrary | None, *, deterministic: bool, activation_bits: str
@@ -28,7 +27,6 @@ class CpuLinearBackend(ReferenceBackend):
         self.activation_bits = activation_bits
         loaded_library = native_library.load_library_or_reason() if library is None else library
         self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
-        """Why there are no compiled kernels."""
         if not isinstance(loaded_library, str):
             self.library = loaded_library
 

@@ -14,9 +14,7 @@ _PANEL_OUTPUTS = 64
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """None if the kernel cannot fuse them. It needs the same number of inputs per scale, a multiple of 4, and a
-    multiple of 4 inputs.
-    """
+    """None if the kernel cannot fuse them."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None
@@ -57,5 +55,4 @@ class Float8Linear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Codes and scales."""
         return self._codes.nbytes + self._scales.nbytes
