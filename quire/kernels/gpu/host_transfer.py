@@ -43,7 +43,6 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Views of the bytes that `pack_arrays_into` wrote."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -66,7 +65,6 @@ class HostDownload:
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """Without a stream (not on CUDA), `wait_for_copy` copies."""
         self.tensors = list(tensors)
-        """Host copies, after `wait_for_copy`."""
         self._copied: torch.cuda.Event | None = None
         if stream is None:
             return

@@ -1,4 +1,4 @@
-"""PyTorch devices of every type except cpu and cuda (NVIDIA, AMD). Tests can use PrivateUse1."""
+"""PyTorch devices other than cpu and cuda (NVIDIA, AMD). Tests can use PrivateUse1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 OTHER_DEVICES = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs"}
 MPS_OUT_OF_MEMORY = "MPS backend out of memory"
-"""Part of PyTorch's RuntimeError message."""
 
 
 def is_other_device(device: torch.device) -> bool:
@@ -14,7 +13,7 @@ def is_other_device(device: torch.device) -> bool:
 
 
 def require_other_device(name: str) -> torch.device:
-    """Raises ValueError if PyTorch finds no such device."""
+    """Raises ValueError if there is none."""
     backend_module = getattr(torch, name, None)
     if backend_module is None or not backend_module.is_available():
         missing = f"{name} was requested, but PyTorch {torch.__version__} finds none of {OTHER_DEVICES[name]} here"

@@ -28,9 +28,7 @@ class PrefillDecodeSplit:
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
-    """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
-    """All keys of the rest are from this step."""
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:

@@ -11,7 +11,6 @@ from triton import knobs
 from triton.runtime import driver
 
 FIXED_SPLIT = 512
-"""Keys per split of deterministic attention."""
 _MIN_EVEN_SPLIT, _MAX_EVEN_SPLIT = 256, 8192
 MAX_SPLITS = 32
 MAX_PARTIAL_SUMS = 2**26
@@ -52,7 +51,6 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Arbitrary under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -193,7 +193,6 @@ def _top_k_top_p_threshold(
 
 @triton.jit
 def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab):
-    """Always returns a candidate."""
     i = tl.arange(0, _CANDIDATES)
     at = row * _CANDIDATES + i
     bits = tl.load(bits_found + at, mask=i < found, other=0)

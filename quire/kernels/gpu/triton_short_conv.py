@@ -14,7 +14,6 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _MAX_CHANNELS = 512
-"""Channels per program."""
 
 
 @triton.jit

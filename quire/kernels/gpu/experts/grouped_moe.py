@@ -25,7 +25,6 @@ _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
 """Outputs per program."""
 _ALIGNMENT = 16
-"""Bytes per load."""
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
@@ -41,7 +40,7 @@ class ExpertLinearGroup:
     """One linear of every expert, read by address instead of copied."""
 
     parts: list[PackedWeight]
-    """One per expert, all in one format, which may be 16-bit."""
+    """All in one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -138,7 +137,6 @@ class GroupedMoE:
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
-    """None if a linear is unsupported."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 

@@ -159,7 +159,7 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """Return the module, or why it is unusable. what: its name in messages."""
+    """Return the module, or why it is unusable."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -176,7 +176,6 @@ def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """majors: compute capabilities that kernels are built for."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None

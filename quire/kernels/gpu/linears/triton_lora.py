@@ -129,7 +129,6 @@ class PinnedLoraDeltas:
 
 class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
     def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
-        """split: inputs per partial sum."""
         count = slots.num_slots
         parts = slots.output_sizes
         ranks = slots.max_rank

@@ -30,7 +30,6 @@ memory.
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(most splits, elements of a row per program, warps). The first that fits is used."""
 _FIXED_REDUCE_BLOCK = 128
-"""Elements of a row per program for fixed splits."""
 
 
 def attend_absorbed(

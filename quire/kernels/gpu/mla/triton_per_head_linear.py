@@ -16,7 +16,6 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
-"""Rows per tile if batch-invariant, and in decodes."""
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
 """Of the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""

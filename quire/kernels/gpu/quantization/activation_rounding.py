@@ -21,11 +21,8 @@ log = logging.getLogger("quire.kernels")
 _BLOCKS_PER_PROGRAM = 8
 """Of BLOCK inputs."""
 _ROW_BLOCK = 4096
-"""Inputs per read."""
 _GATE_BLOCK = 2048
-"""Inputs per read."""
 _TRIAL_SHAPE = (17, 4096)
-"""Rows and inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,11 @@ from quire.kernels.quantized_tensors import (
 log = logging.getLogger("quire.kernels")
 
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
-"""Row counts at which tiles change."""
 _MIN_DEQUANTIZED_ROWS = 256
 """From here on weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words; shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
-"""Columns per program."""
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_STEPS = 4
 """In each part of a split inner dimension."""
@@ -58,9 +56,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: batch-invariant. products: PyTorch's, for many rows, by part. fuses: norms and gates may give x in 8
-        bits.
-        """
+        """fixed: batch-invariant. products: PyTorch's, for many rows, by part."""
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
@@ -73,7 +69,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
             None if part.input_order is not None else _activation_rounding(part, product)
             for part, product in parts_and_matmuls
         )
-        """A part with another input order rounds by itself."""
         self._fused_roundings = self._roundings if fuses else (None,) * len(parts)
         self._unrounded = (None,) * len(parts)
 
@@ -145,7 +140,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """How x is rounded if it has many rows."""
+    """For many rows."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -157,7 +152,7 @@ def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKi
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """None if a format is unsupported or fails its trial on this GPU. fixed: batch-invariant."""
+    """None if a format is unsupported or fails its trial on this GPU."""
     if weights[0].codes.is_cuda:
         where = (dtype, weights[0].codes.device, wide, fixed)
         for weight in weights:

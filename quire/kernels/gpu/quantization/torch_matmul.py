@@ -19,7 +19,6 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, cdiv, num_mult
 from quire.kernels.quantized_tensors import RoundedActivations
 
 _SCALE_BLOCK = 1024
-"""Outputs per program."""
 DEQUANTIZED_BYTES = 128 * 2**20
 """On an H100 products of many outputs gain more than staying in the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
@@ -34,7 +33,6 @@ _ROW_MULTIPLE = 4
 _MAX_ERROR = 0.01
 """Relative to float64 with the same codes. The result's dtype has 8 bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
-"""Rows, inputs, outputs."""
 
 
 scaled_mm = torch._scaled_mm
@@ -71,7 +69,7 @@ def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
 
 @cache
 def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None if PyTorch's product is right for x of this dtype."""
+    """None if PyTorch's product is right."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):

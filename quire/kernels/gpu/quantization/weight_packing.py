@@ -13,7 +13,6 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_sam
 _STEP_SIZES = (64, 32, 16)
 """Inputs per product. The largest that divides a group is used."""
 SCALE_BLOCK = 128
-"""Inputs of x per scale."""
 INTERLEAVED_OUTPUTS = 64
 """Outputs whose words lie side by side, one step of each, for contiguous reads."""
 _NIBBLES_PER_WORD = 4
@@ -45,7 +44,6 @@ class PackedWeight:
     input_order: Tensor | None = None
     """As in GroupedWeight."""
     rounds_activations: bool = False
-    """To 8 bits."""
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1

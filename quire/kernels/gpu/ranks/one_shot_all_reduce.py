@@ -78,7 +78,6 @@ class OneShotAllReduce:
         self.host_flags[0] = 1
 
     def raise_if_failed(self) -> None:
-        """Raises RankEnded if a sum was given up."""
         if self.host_flags[1]:
             raise RankEnded("an all-reduce was given up")
 
@@ -143,7 +142,6 @@ def connect_one_shot(
     errors = list[str]()
 
     def try_action(make: Callable[[], bytes]) -> bytes:
-        """Returns b"-" if it fails."""
         try:
             return make()
         except Exception as error:  # the fallback is NCCL

@@ -38,8 +38,8 @@ def advance_delta(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr, ROW_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """A readout is q S before the token's update plus (q k) times its delta, so both sums over the matrix can be made
-    at once. ROW_DECAY: each row of a matrix has its own decay.
+    """Both sums over the matrix can be made at once, because a readout is q S before the token's update plus (q k)
+    times its delta.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
