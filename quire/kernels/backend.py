@@ -1,4 +1,4 @@
-"""Interface of the backends. Tests compare each with `ReferenceBackend`."""
+"""Tests compare each backend with `ReferenceBackend`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class AdapterSlotSpec:
     """Slots 1 to num_slots. Slot 0: no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
-    """Outputs of the fused linears, in order."""
     max_rank: int
     dtype: torch.dtype
     has_float32_output: bool
@@ -159,9 +158,7 @@ class BidirectionalSpans:
 
 
 class Operations(ABC):
-    """Operations of decoder layers, run at once or recorded by `Backend.record_layers`. T tokens, H query heads, K KV
-    heads, D head_dim.
-    """
+    """Run at once, or recorded by `Backend.record_layers`. T tokens, H query heads, K KV heads, D head_dim."""
 
     @abstractmethod
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
@@ -321,7 +318,6 @@ class Backend(Operations):
         """Why the model cannot be served, with a remedy, in one line. Call no other method unless None."""
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Same as unsupported_reason."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
@@ -392,8 +388,8 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype describe the residual
-        stream, which the first layer begins if `starts`. groups: block tables in the metadata.
+        """Combine layers into one call with the same bits; None if unsupported. The first layer begins the residual
+        stream (hidden, dtype) if `starts`. groups: block tables in the metadata.
         """
         return None
 

@@ -79,7 +79,6 @@ class AttentionRequirements:
     chunks: bool = False
     kv_dtype: dtype | None = None
     ranks: int = 1
-    """Ranks that share the tokens of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,7 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return a backend and one line on the choice. A fast backend must pass the first trial, or the next one if none
-    does.
+    """A fast backend must pass the first trial, or the next one if none does.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
     if none passes any.
@@ -159,7 +157,7 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """None if unsupported. memory: bytes for the most used experts. Raises OSError if it cannot create a file."""
+    """None if unsupported. memory: bytes for the most used experts. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -169,7 +167,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """None if unsupported. Raises OSError if it cannot create a file."""
+    """None if unsupported. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

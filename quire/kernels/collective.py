@@ -1,5 +1,3 @@
-"""Collectives among ranks that each hold a part of every layer."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -46,7 +44,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """The same answer on all ranks. The host waits. device: the tensors' device."""
+        """The same answer on all ranks. The host waits."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:

@@ -17,7 +17,6 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.socket_group import SocketGroup
 
 ProcessGroup = Any
-"""dist.ProcessGroup, whose methods PyTorch's stubs lack, or a compatible class."""
 _TIMEOUT = timedelta(minutes=10)
 """Other mechanisms notice earlier that a rank has ended."""
 
@@ -53,7 +52,7 @@ class DistributedCollective(Collective):
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
         """`join` creates the group at the first call, so that other ranks do not wait for one that failed earlier. The
-        group's timeout limits all waits. `make_small_all_reduce` is called once all ranks have joined.
+        group's timeout limits all waits.
 
         With `in_order`, sums are in float32 and rank order. Otherwise an all-reduce adds, which is faster from three
         ranks up. NCCL gives all ranks the same bits, but its order depends on x's size and on the place in x

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Computes one expert after the other, so a row's sum does not depend on other rows."""
+    """A row's sum does not depend on other rows."""
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         self._backend = backend

@@ -1,6 +1,6 @@
 """Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends. Fits scale
-and offset to each try's codes by least squares, and takes the best, rounded to half floats. Zero points, which
-checkpoints use instead of offsets, are tried around the nearest one, with bfloat16 scales.
+and offset to each try's codes by least squares, and takes the best, rounded to half floats. Zero points, for
+checkpoints, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
 busy.
 """
 _MIN_SCALE = 2.0**-100
-"""Only with zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,6 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Factors of float8 codes."""
-
     key: float = 1.0
     value: float = 1.0
 

@@ -30,7 +30,6 @@ class LatentNormRopeParams:
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:
-        """(L, R)"""
         return len(self.norm_weight), self.unrotated_dim if self.cos_sin is None else self.cos_sin.shape[1]
 
 

@@ -1,5 +1,5 @@
-"""Quantized weights in the forms that backends compute with. Loading converts every checkpoint format to one of them. A
-linear that multiplies x in 8 bits declares its `ActivationRounding`, so that the norm or gate before it can round x.
+"""Quantized weights in the forms that backends compute with. A linear that multiplies x in 8 bits declares its
+`ActivationRounding`, so that the norm or gate before it can round x.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ class RoundedActivations:
     dtype: torch.dtype
     """Of x before rounding, and of the linears' results."""
     unrounded: Tensor | None
-    """None if no linear reads it."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -169,7 +168,7 @@ class RoundedInputLinear:
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """How to round x for these linears, and whether some need it in another form. None: do not round."""
+    """None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

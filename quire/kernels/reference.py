@@ -58,9 +58,7 @@ class ReferenceBackend(Backend):
     context_parallel_ranks = 1
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: batch-invariant on a GPU. This costs speed and needs Triton, so the backends of kernels/gpu
-        implement it. For CPUs see `is_batch_invariant`.
-        """
+        """deterministic: batch-invariant on a GPU. This needs Triton, so the backends of kernels/gpu implement it."""
         self.deterministic = deterministic
 
     def description(self) -> str:

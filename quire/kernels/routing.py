@@ -17,15 +17,11 @@ LinearFunction = Callable[[Tensor, Any], Tensor]
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
-"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs. The
-router's defaults to the experts'.
-"""
+"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
-    """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
-
     router: LinearFunction
     """[T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[LinearFunction]

@@ -16,7 +16,6 @@ class ContextShard:
     world_size: int
     tokens_per_page: int
     remote_slot: int = -1
-    """Slot for tokens of other ranks."""
 
     @property
     def token_range_in_page(self) -> range:

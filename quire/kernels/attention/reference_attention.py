@@ -97,7 +97,6 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """At most QUERY_TILE rows; reads `shard`'s keys in tiles."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))

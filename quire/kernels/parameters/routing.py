@@ -29,14 +29,12 @@ class Routing:
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of this many best experts."""
     softcap: float | None = None
-    """c turns a score s into c * tanh(s / c)."""
     weights_inputs: bool = False
     """Weights multiply an expert's input, not its output (Llama 4, 2025)."""
     jitter: float = 0.0
     """SparseMixer keeps scores s with (max - s) / max(|s|, max) of at most twice this."""
 
     def invalid_reason(self, count: int) -> str | None:
-        """Why this routing is impossible for `count` experts."""
         if self.top_k > count:
             return f"{self.top_k} of {count} experts"
         if count % self.num_groups:

@@ -45,7 +45,6 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """Set if decodes will run in graphs."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """None: the model's dtype."""
 
@@ -64,7 +63,7 @@ class BackendProbe(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """Two sequences, one several pages long: prefill, decode, mixed batch. Then two short prompts."""
+    """Prefill, decode and mixed batch of two sequences, one several pages long. Then two short prompts."""
 
     heads: int
     kv_heads: int

@@ -23,9 +23,9 @@ _CONV_WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
-    """A recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, a decode graph. The
-    reference also rounds the convolution's output and the result. In a state space of 128 elements unrounded inputs
-    change some results by more than a useful tolerance.
+    """Prompts, drafts in a mixed step, their acceptance, a decode graph. The reference also rounds the convolution's
+    output and the result, because unrounded inputs change some results of large state spaces by more than a useful
+    tolerance.
     """
 
     rule: Any

@@ -18,7 +18,6 @@ class LayerHooks:
     """Callbacks of a pass. The defaults, for resident layers, do nothing."""
 
     streamed_layers: Sequence[int] = ()
-    """Ascending; known after loading."""
 
     def begin_pass(self) -> None:
         """Called before the first layer."""
@@ -34,7 +33,6 @@ class LayerStreamer(LayerHooks, WeightOffloader):
     """`finish_loading` also raises the selector's ValueError."""
 
     def __init__(self, choice: LayerSelector, slots: int) -> None:
-        """slots: layers that are in memory, or being copied to it, at once."""
         self._select_layers, self._num_slots = choice, slots
         self.streamed_layers = []
         self._stream_positions: dict[int, int] = {}
@@ -54,7 +52,6 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
-        """The next layer of this pass in the same slot, if any."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Since this process loaded its weights."""
-
     experts_read: int = 0
     """Each expert counts once a step."""
     experts_kept: int = 0
