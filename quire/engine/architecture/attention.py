@@ -24,34 +24,27 @@ class AttentionLayerSpec(SublayerSpec):
     window: int | None = None
     """Keys that a query sees, itself included; None: all."""
     chunked: bool = False
-    """See AttentionParams.has_chunked_window."""
     softcap: float | None = None
-    """A score s becomes c * tanh(s / c)."""
     sinks: bool = False
-    """Query heads have an extra score (AttentionParams.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """See QKNormRopeParams.norm_kind; unit: like after, without weights."""
+    """QKNormRopeParams.norm_kind. unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
     alibi: float | None = None
     """Factor of all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
     has_output_gate: bool = False
-    """A gate, projected like queries, multiplies the outputs by its sigmoid."""
+    """The sigmoid of a gate, projected like queries, multiplies the outputs."""
     head_gates: bool = False
-    """Like has_output_gate, but gate_proj has one output per head."""
     output_norm: bool = False
-    """Norms the output before the residual addition."""
+    """Before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None
     output_scale: float = 1.0
     input_size: int | None = None
     v_norm: bool = False
-    """Norms each head's values, without weights."""
     keys_are_values: bool = False
-    """Values are the keys before norm and RoPE."""
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
     """Image tokens see each other if the step says so."""
     kv_source_layer: int | None = None

@@ -39,7 +39,6 @@ class DecoderSpec:
     tie_embeddings: bool
     embedding_scale: float = 1.0
     positions: int | None = None
-    """Rows of the learned position table, if any."""
     embedding_norm: bool = False
     residual_multiplier: float = 1.0
     """The stream is stored divided by this factor."""
@@ -48,7 +47,6 @@ class DecoderSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
     """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
 
@@ -61,7 +59,7 @@ class DecoderSpec:
         return shapes if self.tie_embeddings else shapes | self.head_shapes()
 
     def outer_shapes(self) -> ParameterShapes:
-        """Embedding and position tables, and norms outside layers; not the head."""
+        """Excludes layers and the head."""
         hidden = self.hidden_size
         shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (self.vocab_size, hidden)}
         if self.positions is not None:
@@ -149,7 +147,6 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """Replace attention; None keeps a layer's."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,
@@ -162,8 +159,6 @@ class DecoderSpec:
         )
 
     def replace_sublayer_fields(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
-        """A list or tuple has one value per layer."""
-
         def replace_fields(each: SublayerSpec, layer: int) -> SublayerSpec:
             own_fields = {
                 name: value[layer] if isinstance(value, list | tuple) else value for name, value in fields.items()

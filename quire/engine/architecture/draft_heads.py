@@ -13,13 +13,10 @@ EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
 """Of MTP layers only: norms of both inputs, the linear that joins them, and the last norm."""
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-"""Norms of embeddings, hidden states and the head's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """One or two layers after norms and a linear."""
-
     layers: tuple[LayerSpec, ...]
     hidden_size: int
     norm: NormSpec
@@ -48,13 +45,12 @@ class EagleSpec:
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """The linear that joins the inputs has a bias."""
     aux_layers: tuple[int, ...] = ()
-    """EAGLE-3 reads the inputs of these decoder layers."""
+    """Decoder layers whose inputs EAGLE-3 reads."""
     norm_before_residual: bool = False
-    """EAGLE-3: the stream starts with the normed hidden state."""
+    """EAGLE-3 only."""
     draft_vocab_size: int | None = None
-    """Size of EAGLE-3's own head; None: the decoder's head."""
+    """EAGLE-3 only; None: the decoder's head."""
     has_token_map: bool = False
     """The draft head's token ids differ from the decoder's."""
 

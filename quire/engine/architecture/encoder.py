@@ -26,7 +26,6 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 class EncoderWeightNames:
     word_embeddings: str
     layer_template: str
-    """{} is the layer's index."""
     qkv: tuple[str, ...]
     out: str
     attention_norm: str
@@ -43,7 +42,7 @@ class EncoderWeightNames:
     layer_scales: tuple[str, str] | None = None
     """Per-channel factors of both sublayers' outputs."""
     qk_norms: tuple[str, str] | None = None
-    """RMSNorms over all heads of queries and keys."""
+    """Over all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +55,16 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
-    """Per layer; None: NoPE."""
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """Linears of ForSequenceClassification, given hidden size and number of labels."""
+    """Arguments: hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
     first_position: int = 0
     """Row of a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
-    """Buckets of relative positions, in one table for all layers."""
     bias: bool = True
     qkv_bias: bool = True
     """Only with `bias`."""
@@ -76,18 +73,16 @@ class EncoderSpec:
     norm_bias: bool = True
     gated: bool = False
     gate_last: bool = False
-    """The gate follows `up` in the fused tensor."""
+    """In the fused tensor, the gate follows `up`."""
     pre_norm: bool = False
     """Norms precede sublayers, except in the first layer's attention."""
     has_first_layer_norm: bool = False
-    """With `pre_norm`, also before the first layer's attention."""
     has_rms_norms: bool = False
-    """Instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """Per layer; (): 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
-    """Prompts are padded to the maximum length, and attention includes the padding."""
+    """Attention includes the padding."""
     projection: tuple[HeadLayerSpec, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
 
@@ -97,7 +92,6 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:

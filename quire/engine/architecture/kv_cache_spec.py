@@ -8,8 +8,6 @@ PIECE = 16
 
 @dataclass(frozen=True, slots=True)
 class PagedState:
-    """Keys and values per token, in KV blocks."""
-
     paged_values_per_token: int
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
@@ -40,11 +38,10 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Columns are never quantized."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Draft tokens have separate columns, because they may be rejected. `width`: bytes per element."""
+        """Draft tokens have their own columns, because they may be rejected. `width`: bytes per element."""
         return (self.columns + drafts) * self.channels * width
 
 
@@ -56,7 +53,6 @@ class MatrixState:
 
     channels: int
     columns: int
-    """Earlier tokens that a token sees."""
     heads: int
     key: int
     value: int
@@ -69,7 +65,7 @@ class MatrixState:
         return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Matrices are float32; `width`: bytes per other element."""
+        """Matrices are float32. `width`: bytes per other element."""
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices
@@ -77,8 +73,6 @@ class MatrixState:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """For a layer that reads another layer's KV blocks."""
-
     layer: int
     window: int | None
     paged_values_per_token: int = 0

@@ -22,15 +22,12 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Rotated elements of keys and queries, unless `rope` is None."""
     qk_nope_head_dim: int
-    """Unrotated elements per head."""
     v_head_dim: int
     q_lora_rank: int | None
-    """Elements of query latents; None: no latents."""
+    """None: no query latents."""
     scale: float
     rope: dict[str, Any] | None
-    """Like AttentionLayerSpec.rope, for `qk_rope_head_dim` elements."""
     norm: NormSpec
     latent_eps: float
     is_interleaved: bool = True
@@ -55,7 +52,6 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def attention_width(self) -> int:
-        """Mean of the widths of keys and values."""
         return self.num_heads * (self.qk_rope_head_dim + self.qk_nope_head_dim + self.v_head_dim) // 2
 
     @property

@@ -20,11 +20,10 @@ class MLPSpec(SublayerSpec):
     """Gated: silu or gelu_tanh. Ungated: all but silu."""
     input_norm: bool = True
     output_norm: bool = False
-    """Norms the output before the residual addition."""
+    """Before the residual addition."""
     parallel: bool = False
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False
-    """Reads attention's input norm."""
     multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate's input and of the output."""
     name: str = "mlp"

@@ -21,12 +21,10 @@ from quire.kernels.parameters.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """MLP for every token, gated like the experts."""
-
     intermediate_size: int
     name: str
     gate_name: str | None = None
-    """Linear with one output; its sigmoid scales the MLP's output."""
+    """The sigmoid of this linear's only output scales the MLP's output."""
     bias: bool = False
 
 
@@ -36,7 +34,6 @@ class LatentMoESpec:
 
     latent_size: int
     projection_names: tuple[str, str]
-    """Into the latent space, and out of it."""
     bias: bool = False
 
 
@@ -51,32 +48,28 @@ class MoELayerSpec(SublayerSpec):
     """None: experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
-    """Norms the experts' sum before the residual addition."""
+    """Before the residual addition."""
     router_bias: bool = False
     float_router: bool = False
-    """The router's weights are float32."""
     correction: str | None = None
     """Bias that affects only the choice of experts."""
     correction_row: bool = False
-    """The bias is stored as [1, experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
     """Otherwise all experts use squared ReLU."""
     shares_norm: bool = False
-    """Reads attention's input norm."""
     parallel: bool = False
     """Experts read the previous sublayer's input; both outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    """Input norm, output norm."""
     gelu: bool = False
     router_scale: str | None = None
-    """Factor of the router's input, after a norm without weights and scaling by hidden^-0.5."""
+    """Scale of the router's input, after a norm without weights and scaling by hidden^-0.5."""
     expert_scales: str | None = None
     is_expert_parallel: bool = False
     """Ranks divide experts, not the linears."""
     name: str = "mlp"
-    """Module in the layer that holds router and linears; "": the layer itself."""
+    """Module with router and linears; "": the layer itself."""
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -116,7 +109,7 @@ class MoELayerSpec(SublayerSpec):
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Shared expert and latent projections, which every token uses."""
+        """Shared expert and latent projections."""
         shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
             prefix, size = f"{layer}.{shared.name}", shared.intermediate_size

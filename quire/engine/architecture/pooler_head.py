@@ -13,6 +13,5 @@ class HeadLayerSpec:
     bias: bool = True
     activation: str = "identity"
     norm: str | None = None
-    """LayerNorm after the activation."""
     norm_bias: bool = False
     eps: float = 0.0

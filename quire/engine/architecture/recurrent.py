@@ -1,4 +1,4 @@
-"""Sublayers with a constant-size state: delta nets, Kimi Delta Attention, Mamba-2, Mamba, short convolutions."""
+"""Sublayers with a state of constant size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
-    """Keeps a [key, value] matrix per head, and the convolution's last columns."""
-
     num_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
-    """Tokens that the convolution sees, including the current one."""
+    """Tokens that the convolution sees."""
     norm: NormSpec
 
     @property
@@ -148,14 +146,12 @@ class Mamba2LayerSpec(MatrixStateSpec):
     result_norm: Literal["behind", "before"] | None = "behind"
     """Norms each group after or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Bounds of time steps."""
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
     """Reads the same norm as the layer's attention."""
     joins_input_only: bool = False
-    """The previous output is added to this input, not to the stream."""
+    """Adds the previous output to this input, not to the stream."""
     parent_module: str = ""
-    """Module of the checkpoint's layer that holds this one, if any."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -188,7 +184,6 @@ class MambaLayerSpec(MatrixStateSpec):
     """A head is a group of `value_dim` channels. `key_dim`: elements of a channel's state, of b and of c."""
 
     dt_rank: int
-    """Rank of the time steps' projection."""
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
@@ -229,7 +224,7 @@ class ShortConvSpec(SublayerSpec):
     bias: bool = False
     """In both linears and the convolution."""
     output_norm: bool = False
-    """Norms the output before the residual addition."""
+    """Before the residual addition."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

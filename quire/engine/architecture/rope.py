@@ -44,7 +44,6 @@ class QueryScaling:
     log_factor: float
     context_len: int
     first_position: int = 0
-    """Number of the first position."""
 
 
 def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:

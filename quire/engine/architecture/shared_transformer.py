@@ -32,7 +32,6 @@ class SharedTransformerSpec(SublayerSpec):
     weights_layer: int
     """Layer that holds the weights in a checkpoint."""
     use_index: int
-    """Index among all uses; part of low-rank linears' names."""
     adapter_rank: int
     adapts_attention: bool
     """Q, K and V also have low-rank linears."""
@@ -100,7 +99,6 @@ class SharedTransformerSpec(SublayerSpec):
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Each use can have its own adapters."""
         prefix = f"{layer}.{SHARED_TRANSFORMER}"
         shapes = self.attention.parameter_shapes(prefix, hidden_size)
         shapes |= mlp_shapes(f"{prefix}.feed_forward", self.intermediate_size, hidden_size)

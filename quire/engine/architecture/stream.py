@@ -12,8 +12,6 @@ PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 @dataclass(frozen=True, slots=True)
 class OutputNormSpec(SublayerSpec):
-    """Norms the previous outputs before the residual addition."""
-
     norm: NormSpec
     norm_name: str
 
@@ -23,7 +21,7 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """Multiplies the stream, including output not yet added, by a learned number."""
+    """A learned number multiplies the stream, including output not yet added."""
 
     scalar_name: str
 
@@ -52,8 +50,6 @@ class PerLayerInputsSpec:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputGateSpec(SublayerSpec):
-    """Gates a layer's own embeddings into the stream."""
-
     size_per_layer: int
     layer_index: int
     norm: NormSpec

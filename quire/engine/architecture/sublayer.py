@@ -9,15 +9,13 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     dense_parameters: int
-    """Parameters that every token is multiplied with, counted per read."""
+    """Counted per read."""
     head_parameters: int = 0
-    """Of the output head. Only sampled tokens are multiplied with it."""
+    """Only sampled tokens are multiplied with them."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_parameters: int = 0
-    """Of all layers' routed experts."""
     attention_width: int = 0
-    """Query heads times head size, summed over attention layers."""
 
     def __add__(self, other: StepCosts) -> StepCosts:
         return StepCosts(
@@ -39,7 +37,6 @@ class StepCosts:
 
     @property
     def active_parameters(self) -> int:
-        """Counts only the routed experts that one token uses."""
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
