@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields under Llama's names, with the family's defaults. `raw` may be the text part."""
+    """Fields under Llama's names, with the family's defaults."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -131,14 +131,13 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized. A CPU then computes in float32 with a bfloat16 KV cache, which takes
-    the same memory (docs/guides/quantization.md).
+    """True if nearly all matrices are quantized. float32 with a bfloat16 KV cache then takes the same memory
+    (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """Default: bfloat16 if quantized, as gpt-oss is, else float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -212,7 +211,6 @@ def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
 
 
 def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Maps the file's field names to ours, where they differ."""
     text_fields = raw.get("text_config")
     fields = {**raw, **text_fields} if isinstance(text_fields, Mapping) else raw
     family, names = find_any_family(fields.get("model_type")), dict[str, str]()

@@ -67,7 +67,7 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """None without a family; the text part may have one. Raises ModelError."""
+    """None without a family. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")
@@ -103,7 +103,6 @@ def build_eagle_spec(
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """Layers whose inputs EAGLE-3 reads. Default: an early, a middle and a late one."""
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")

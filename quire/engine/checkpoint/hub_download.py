@@ -1,4 +1,4 @@
-"""Selects and verifies files. The hub's client downloads, resumes, and caches them."""
+"""Selects and verifies files. The hub's client downloads and caches them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
 """Only used without safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
-"""Minimum per request; most headers fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,6 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
 
 
 def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
-    """Relies on the documented cache layout."""
     from huggingface_hub import constants  # takes 10 ms; the client's import takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
@@ -154,7 +152,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """None unless all parts are cached. Works offline."""
+    """None unless all parts are cached."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -177,8 +175,8 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, config_files: Sequence[str], target_dir: Path) -> Path:
-    """Return the files' folder; some may be missing. For a GGUF model, fetch only headers, a few MB, into sparse files
-    of full size, and return the first file. Raises ModelError.
+    """Return the files' folder; some may be missing. For a GGUF model, fetch only headers into sparse files of full
+    size, and return the first file. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):

@@ -23,10 +23,8 @@ _REVISION_PATHS = ("tree", "blob", "resolve", "raw")
 class HubName:
     repo: str
     tag: str | None = None
-    """Quantization in a GGUF file's name, such as Q4_K_M, or ANY_GGUF."""
     file: str | None = None
     revision: str | None = None
-    """From the URL."""
 
     @property
     def wants_gguf(self) -> bool:
@@ -40,7 +38,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
+    """None for other names, such as paths. Raises ModelError for other URLs."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest

@@ -70,9 +70,7 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def resolve_rope_context(
     config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
 ) -> int | None:
-    """Context length that RoPE is computed for; None if RoPE does not depend on it. Raises ConfigError if rope_context
-    has no effect.
-    """
+    """Context length that RoPE is computed for, if it matters. Raises ConfigError if rope_context has no effect."""
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
     if not rope_depends_on_context(text_fields, by_transformers=by_transformers, has_longrope=has_longrope):
@@ -152,7 +150,7 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups` cover layers with their own KV blocks. `kv_source_layers`: per layer, the layer it reads or None."""
+    """`groups` cover layers with their own KV blocks."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -187,7 +185,6 @@ def _assign_layers_to_groups(
 
 
 def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
-    """The most blocks of a group that a sequence of `num_blocks` blocks holds at once."""
     if window is None:
         return num_blocks
     return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
@@ -202,14 +199,13 @@ class KVBlockNeeds:
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """In all groups, excluding the first `cached_blocks`."""
+        """Excludes the first `cached_blocks`."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
         )
 
     def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:
-        """Longest sequence that fits."""
         low, high = 0, -(-max_tokens // self.block_size)
         while low < high:
             middle = (low + high + 1) // 2

@@ -16,45 +16,39 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Bits per weight quantized at load, including scale and offset."""
+"""Including scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
 """Bytes per head and token for scales, by kv_cache_dtype."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
-"""Share of the memory that is free after loading."""
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
 """Unless state_memory is set."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
-"""By default states get at most a third of a GPU's free memory."""
 MIN_BLOCK_BYTES = 256
-"""For bookkeeping such as hashes, if layers store nothing in blocks."""
+"""For bookkeeping if layers store nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Estimate for CUDA, its libraries and PyTorch."""
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Decode rows in mixed-batch CUDA graphs. Up to about 300 rows, an H100 takes longer to read weights than to
-multiply.
-"""
+"""Up to about 300 rows, an H100 takes longer to read weights than to multiply."""
 MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """In larger steps, even small models take a GPU longer than the host takes to launch kernels."""
 MAX_MIXED_GRAPHS = 32
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
 """An unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
-"""An unmeasured assumption. By NCCL's sources (src/enqueue.cc, `uploadWork`, with NCCL_CUMEM_ENABLE=0), a call takes
-512 bytes for each of up to 32 channels before 2.22. Later versions pass collectives as kernel arguments, up to 4 KB.
+"""An unmeasured assumption. In NCCL before 2.22 (src/enqueue.cc, `uploadWork`), a call takes 512 bytes for each of up
+to 32 channels. Later versions pass collectives as kernel arguments, up to 4 KB.
 """
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
-"""An assumption for all graphs of a drafter. They share the served model's memory pool."""
+"""An assumption."""
 
 MeminfoReader = Callable[[str], int | None]
 
 
 def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
-    """Including decode rows."""
     rows = [size for size in MIXED_GRAPH_DECODE_SIZES if size < 2 * max_num_seqs] or MIXED_GRAPH_DECODE_SIZES[:1]
     return rows[-1] + max((size for size in MIXED_GRAPH_PREFILL_SIZES if size <= max_model_len), default=0)
 
@@ -91,7 +85,6 @@ class KVCachePlan:
     windows: tuple[int | None, ...] = (None,)
     blocks_per_context: int = 1
     state_bytes: int = 0
-    """Of all slots."""
     request_slots: int = 1
     snapshot_slots: int = 0
 
@@ -109,7 +102,6 @@ class StateSlotCounts(NamedTuple):
 
     request_slots: int
     snapshot_slots: int
-    """For cached prefixes whose states are too large for blocks."""
 
     @property
     def num_slots(self) -> int:
@@ -179,8 +171,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, its blocks in all groups, and the blocks per group, at most those of max_num_seqs
-    full contexts. Does not check whether max_model_len fits.
+    """Return the context in tokens, its blocks in all groups, and the blocks per group. Does not check whether
+    max_model_len fits.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -296,13 +288,12 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """Minimum of the machine's and the control group's free memory; 8 GiB if unknown."""
+    """8 GiB if unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
 
 def total_host_bytes() -> int | None:
-    """Respects the control group's limit."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 
@@ -318,7 +309,7 @@ def check_kv_memory(gib: float | None, available_bytes: int | None, device_label
 def check_weights_fit_memory(
     weights: CheckpointSize | None, dtype: str, quantization: str | None = None, meminfo: MeminfoReader = read_meminfo
 ) -> None:
-    """Raises ConfigError if weights exceed free memory. Otherwise the system would kill a process after minutes of
+    """Raises ConfigError if weights exceed free memory. Otherwise the system would kill the process after minutes of
     loading.
     """
     if weights is None or (free := meminfo("MemAvailable")) is None:
@@ -338,7 +329,7 @@ def check_weights_fit_memory(
 
 
 def _free_cgroup_bytes() -> int | None:
-    """Control groups v2 only. None if unlimited or unknown."""
+    """None if unlimited or unknown."""
     limit, used = _read_cgroup_bytes("memory.max"), _read_cgroup_bytes("memory.current")
     return None if limit is None or used is None else max(limit - used, 0)
 

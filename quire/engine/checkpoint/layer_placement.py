@@ -11,14 +11,11 @@ from itertools import pairwise
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
 
 STREAMED_LAYER_SLOTS = 2
-"""The current layer and the next one."""
 DEFAULT_LAYER_MEMORY_FRACTION = 0.5
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Stages are equal, and the first ones take any remainder, because the last one also samples. Stages may be
-    empty.
-    """
+    """The first stages take any remainder, because the last one also samples. Stages may be empty."""
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 

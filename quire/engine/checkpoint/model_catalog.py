@@ -19,7 +19,6 @@ _CATALOG_FILE = Path(__file__).with_name("catalog.toml")
 class CatalogEntry:
     name: str
     use_case: str
-    """chat, code, embed or rerank."""
     hub_name: HubName
     licence: str
     gigabytes: float | None
@@ -28,7 +27,6 @@ class CatalogEntry:
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """ "" if no name is similar."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -44,7 +42,7 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """Ignores case. Skips the table for a path or hub id."""
+    """Ignores case."""
     return None if "/" in name else load_catalog().get(name.lower())
 
 

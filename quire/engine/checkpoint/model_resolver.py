@@ -62,7 +62,7 @@ _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
     """Return the folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
-    download, except for GGUF models. Raises ModelError.
+    download. Raises ModelError.
     """
     path = _local_path(name)
     if path.is_file():
@@ -141,7 +141,7 @@ def resolve_hub_name(name: str) -> HubName:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. From the hub, fetch only
+    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. Downloads only
     configurations (folder None) or GGUF headers. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
@@ -179,7 +179,6 @@ def check_config_fields(raw: dict[str, Any], label: str) -> None:
 
 
 def _make_temp_dir() -> Path:
-    """Deleted at exit."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -220,7 +219,7 @@ def _read_family_config(files: ModelFiles, content: dict[str, Any], label: str) 
 
 
 def _read_transformers_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
-    """Unless `forced`, raises ModelError for a class that is known not to work."""
+    """Raises ModelError for a class that is known not to work, unless `forced`."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
     if not forced and (reason := explain_unsupported_family(content)) is not None:

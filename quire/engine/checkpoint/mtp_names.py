@@ -1,4 +1,4 @@
-"""Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024). No torch.
+"""Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024).
 
 Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), layer 0 below `mtp.` (Qwen), and
 several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
@@ -42,7 +42,6 @@ _PER_LAYER_FIELDS = (
     "hybrid_override_pattern",
     "layers_block_type",
 )
-"""Fields that assign kinds to layers, or locate the text part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,6 @@ class MTPTensorNames:
     has_mtp_prefix: bool
     """Otherwise the layer's index is num_main_layers."""
     num_sublayers: int = 1
-    """Stored layers that together form the MTP layer."""
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
         """None for other tensors and for copies of the model's. GGUF names refer to layer 0."""
@@ -109,12 +107,12 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """The filter accepts stored names of text tensors outside MTP layers."""
+    """The filter accepts names of text tensors outside MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """The layer is like the model's last, with full attention. Nemotron 3 lists its types."""
+    """Like the model's last layer, with full attention. Nemotron 3 lists its types."""
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

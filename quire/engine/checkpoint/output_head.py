@@ -32,7 +32,7 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """An equal copy counts as tied. False for missing or broken weights, which the loader reports."""
+    """An equal copy counts as tied. False for broken weights, which the loader reports."""
     if find_encoder_family(model_type) is not None:
         return False
     try:

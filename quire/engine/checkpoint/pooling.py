@@ -1,5 +1,5 @@
 """How a model computes vectors: sentence-transformers' modules
-(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch.
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads.
 """
 
 from __future__ import annotations
@@ -104,14 +104,11 @@ class PoolingConfig:
     normalize: bool = True
     dense_modules: tuple[DenseModule, ...] = ()
     labels: tuple[str, ...] = ()
-    """Empty for embeddings."""
     activation: ClassifierActivation = "identity"
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Tokens that the model was trained for."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts to prepend."""
     default_prompt_name: str | None = None
 
     @property
@@ -122,8 +119,8 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, and encoders the mean,
-    normalized. Raises ModelError naming file and field.
+    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, encoders the mean.
+    Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder:
@@ -178,7 +175,7 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """False without an output head, as in many embedding models. `is_dummy`: no weights are read."""
+    """`is_dummy`: no weights are read."""
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
@@ -234,7 +231,6 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
-    """As in sentence-transformers' CrossEncoder and vLLM."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2

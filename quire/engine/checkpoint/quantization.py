@@ -1,7 +1,7 @@
 """Weight formats of linears: GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024), compressed-tensors
 (https://github.com/vllm-project/compressed-tensors), FP8 as in DeepSeek-V3 (2024) and AutoFP8, bitsandbytes 8-bit
 (Dettmers et al., 2022) and 4-bit (Dettmers et al., 2023), MXFP4 and MXFP8 (Rouhani et al., 2023), ModelOpt
-(https://github.com/NVIDIA/Model-Optimizer). No torch.
+(https://github.com/NVIDIA/Model-Optimizer).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _DOT = re.compile(r"\.")
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
 """ModelOpt's, next to config.json."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
-"""Inputs per scale."""
 _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
     r"|output_scale|output_zero_point|[kvq]_scale|[kv]_zero_point|prob_output_scale|weight_format|weight_g_idx_static)$"
@@ -44,9 +43,8 @@ class WeightFormat:
     group_size: int = 0
     """Inputs per scale; 0: all."""
     zero_point_offset: int = 0
-    """Added to stored zero points, because GPTQ's first version stores one less."""
+    """Added to stored zero points. GPTQ's first version stores one less."""
     is_symmetric: bool = True
-    """There are no zero points."""
     scale_strategy: str = "channel"
     """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups with one more
     scale.
@@ -55,13 +53,12 @@ class WeightFormat:
     """(outputs, inputs), for strategy block."""
     scale_name: str = "weight_scale"
     has_exponent_scales: bool = False
-    """Scales of 8-bit floats are powers of two, stored as exponents (e8m0)."""
+    """Scales are powers of two, stored as exponents (e8m0)."""
     is_modelopt: bool = False
     """Tensors have ModelOpt's names, and NVFP4's global scale is a factor, not a divisor."""
 
     @property
     def stored_bits(self) -> float:
-        """Per weight, with scales and zero points of groups."""
         if self.group_size < 1:
             return self.bits
         if self.kind == "float4" or self.has_exponent_scales:
@@ -70,7 +67,6 @@ class WeightFormat:
 
 
 FormatGroups = Sequence[tuple[tuple[str, ...], WeightFormat]]
-"""Patterns of targets, and formats."""
 _MXFP8 = WeightFormat("float8", 8, 32, scale_strategy="group", has_exponent_scales=True)
 _NVFP4 = WeightFormat("float4", 4, 16, scale_strategy="tensor_group", is_modelopt=True)
 _MODELOPT_FORMATS = {
@@ -81,7 +77,6 @@ _MODELOPT_FORMATS = {
     "W4A16_NVFP4": _NVFP4,
     "MXFP8": _MXFP8,
 }
-"""By quant_algo."""
 
 
 class ModulePatterns:
@@ -121,7 +116,6 @@ class WeightFormatRules:
     ignored: ModulePatterns
 
     def find_format(self, linear: str) -> WeightFormat | None:
-        """None: unquantized."""
         if self.ignored.matches(linear):
             return None
         matching = (each for targets, each in self.format_groups if targets is None or targets.matches(linear))
@@ -176,9 +170,7 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 
 def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`content`: config.json, which wins over hf_quant_config.json. ModelOpt may describe weights in either, and
-    exports unquantized models too. Raises ModelError.
-    """
+    """config.json (`content`) wins. Unquantized models are exported too. Raises ModelError."""
     stored = content.get("quantization_config") or {}
     if not isinstance(stored, dict):
         return content
@@ -263,7 +255,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """Only gpt-oss' experts (engine/worker/loading/stacked_experts.py)."""
+    """Only gpt-oss' experts."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 

@@ -28,7 +28,6 @@ _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPE_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_INDEX_BYTES = 64 * MIB
 _MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's limit."""
 _MAX_TENSORS = 2**17
 _MAX_SHARDS = 4096
 _MAX_SHOWN_CHARS = 200
@@ -70,7 +69,6 @@ class CheckpointSize(NamedTuple):
     packed_bytes: int
     """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
-    """Bits per element of a quantized embedding."""
 
 
 def text_tensor_name(name: str) -> str | None:
@@ -85,7 +83,7 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Without prefixes that only some files have; None for other tensors."""
+    """Without optional prefixes; None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -126,7 +124,7 @@ def is_pickled(file: Path) -> bool:
 def read_checkpoint_size(
     path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
 ) -> CheckpointSize | None:
-    """Reads only headers, a few KB per file. None if a file is missing. Raises ModelError."""
+    """Reads only headers. None if a file is missing. Raises ModelError."""
     if not path.is_dir():
         return _read_gguf_size(path, is_counted, excluded_pattern)
     floats = packed_bytes = 0
@@ -241,7 +239,6 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """Raises ModelError, like the safetensors library."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

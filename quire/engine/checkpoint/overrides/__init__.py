@@ -61,7 +61,6 @@ def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any]
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges nested configurations, replaces other values."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
@@ -127,7 +126,6 @@ def _max_tokens_default(content: Mapping[str, Any], label: str) -> dict[str, flo
 
 
 def _make_linked_folder(path: Path, content: bytes) -> Path:
-    """`content` replaces config.json."""
     files = sorted(path.iterdir())
     fingerprint = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
     dir_name = hashlib.blake2b(fingerprint.encode() + b"\n" + content, digest_size=10).hexdigest()

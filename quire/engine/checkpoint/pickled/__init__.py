@@ -62,7 +62,6 @@ _LITERAL_OPCODES = {
 
 class PickledTensor(NamedTuple):
     dtype: str
-    """safetensors' name."""
     shape: tuple[int, ...]
     nbytes: int
     """0 if another tensor has the same storage."""
@@ -78,7 +77,7 @@ class _StorageRef(NamedTuple):
 
 
 def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
-    """None without the file. Raises ModelError for anything but named tensors."""
+    """None without the file. Raises ModelError."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -153,7 +152,6 @@ class _PickleStack:
 
 
 def _interpret_pickle(instructions: Iterable[tuple[Any, Any, int | None]]) -> Any:
-    """Raises ValueError for unexpected content."""
     stack = _PickleStack()
     memo: dict[int, Any] = {}
     for count, (opcode, argument, _) in enumerate(instructions):

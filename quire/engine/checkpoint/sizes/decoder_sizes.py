@@ -23,9 +23,8 @@ class DecoderSizes(StepCosts):
     hidden_size: int
     num_parameters: int
     embedding_parameters: int
-    """Never quantized. A tied head counts once."""
+    """A tied head counts once."""
     kv_formula: str
-    """For users."""
     num_heads: int
     num_kv_heads: int
     """The most devices that can share the KV cache; 1 with MLA."""
@@ -34,7 +33,6 @@ class DecoderSizes(StepCosts):
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """For users; "" without such values."""
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:

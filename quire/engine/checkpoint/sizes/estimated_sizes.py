@@ -19,7 +19,7 @@ from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
 """MLPs have two linears, and norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""Have a position table and, by default, a tied head."""
+"""By default with a tied head."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:
@@ -82,7 +82,7 @@ def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> b
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Per layer: parameters, cached values per token, their formula, and query heads times head size."""
+    """Per layer: parameters, cached values per token, their formula, query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -119,7 +119,6 @@ def _head_dim(text_fields: Mapping[str, Any], hidden: int) -> int:
 
 
 def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
-    """1 for multi-query models. Default: the number of query heads."""
     if text_fields.get("multi_query") and not text_fields.get("new_decoder_architecture"):
         return 1
     kv_heads = text_fields.get("num_key_value_heads") or text_fields.get("num_kv_heads")

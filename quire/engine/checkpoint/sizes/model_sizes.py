@@ -39,7 +39,6 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
-    """None if unquantized."""
     bits_per_weight: float
     """With scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
@@ -50,14 +49,12 @@ class ModelSizes(DecoderSizes):
     """Those that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
-        """`quantization` applies only to linears."""
         bits = 8 * bytes_per_value if quantization is None else QUANTIZED_BITS[quantization]
         return (self.tower_parameters - self.tower_linear_parameters) * bytes_per_value + round(
             self.tower_linear_parameters * bits / 8
         )
 
     def limit_to_sliding_window(self) -> ModelSizes:
-        """End contexts at the narrowest window."""
         windows = [each.window for each in self.cache_specs if each.window]
         return replace(self, max_position=min([self.max_position, *windows]))
 
@@ -94,7 +91,7 @@ class ModelSizes(DecoderSizes):
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
-        """Share of the weights' bytes that a step reads."""
+        """Share of the weights that a step reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
@@ -116,7 +113,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """Raises ModelError naming a missing size, and for models that are not decoders."""
+    """Raises ModelError naming a missing size, or for other models than decoders."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
@@ -143,7 +140,6 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ModelError for an incomplete configuration or another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders can be planned here")
@@ -181,7 +177,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """Method and bits per weight with scales; (None, 0) if unquantized."""
+    """(method, bits per weight with scales)."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0
