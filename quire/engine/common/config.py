@@ -24,7 +24,7 @@ DEFAULT_DISK_GIB = 10
 """Limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""Defaults of max_num_batched_tokens; the second for GPUs with at least LARGE_GPU_BYTES."""
+"""The second is for GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
 
 MAX_SEQUENCES = 4096
@@ -292,7 +292,6 @@ class EngineConfig(BaseModel):
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """In config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
@@ -315,7 +314,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """memory: in bytes. Large GPUs compute long steps fastest."""
+        """memory: in bytes."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
@@ -331,7 +330,6 @@ class EngineConfig(BaseModel):
 
     @property
     def max_running_requests(self) -> int:
-        """Of all engines."""
         return self.max_num_seqs * self.data_parallel_size
 
     @property
@@ -387,7 +385,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accepts bytes as in vLLM, 10000000000 or 10G, because no machine has a million GiB."""
+        """Accepts bytes as vLLM does, 10000000000 or 10G, because no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:
@@ -399,7 +397,6 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """As in vLLM, 32k is 32,000 and 32K is 32,768."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

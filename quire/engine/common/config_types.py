@@ -21,7 +21,6 @@ def _parse_json_object(value: object) -> object:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
-"""An object, or its JSON text."""
 
 
 def _normalize_dtype(value: Any) -> Any:
@@ -79,7 +78,6 @@ class KVEventsConfig(BaseModel):
     """Batches queued for sending."""
     topic: str = ""
     data_parallel_rank: int | None = Field(None, ge=0)
-    """Set for replicas."""
 
     @property
     def is_enabled(self) -> bool:
@@ -118,7 +116,6 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(8, ge=1, le=32)
     """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Tokens that must match."""
     lookup: LookupMethod | None = None
     """Continues drafts of a model or heads, and replaces them where its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
@@ -127,7 +124,7 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Also infers a missing method, as vLLM does."""
+        """Infers a missing method."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -145,7 +142,6 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def uses_hidden_states(self) -> bool:
-        """True for heads."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @property
@@ -179,7 +175,6 @@ class SpeculativeConfig(BaseModel):
 
 
 def infer_draft_method_from_name(model: str) -> str:
-    """Follows vLLM's rules."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 

@@ -34,7 +34,6 @@ class BlockMover(Protocol):
     """
 
     block_bytes: int
-    """Over all layers."""
     layout: str
     """Identifies a block's bytes: shapes, dtypes, order, and what computed them."""
 
@@ -49,13 +48,12 @@ class BlockMover(Protocol):
 
 
 RPC_METHODS = ("describe", "parameters")
-"""RankWorker's methods without arguments."""
 CollectiveRPC = Callable[[bytes], list[bytes]]
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Other processes import the function by name with this process's sys.path. Raises InvalidRequest if they cannot,
-    or if arguments cannot be pickled.
+    """Other processes import the function by name. Raises InvalidRequest if they cannot, or if arguments cannot be
+    pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")

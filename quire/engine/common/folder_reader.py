@@ -1,8 +1,8 @@
 """Reads files of a model's folder, which may be broken or hostile.
 
-Reads only regular files of bounded size, so none can block a start or fill the memory. Every error is one line with
-file, field and fault. Symbolic links are followed anywhere: the hub's cache consists of them, and people keep weights
-on other disks. For paths inside files see `find_weight_files`.
+Reads only regular files of bounded size, so none can block a start or fill the memory. Errors name file, field and
+fault in one line. Symbolic links may lead anywhere: the hub's cache consists of them, and people keep weights on other
+disks. For paths inside files see `find_weight_files`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 16 * MIB
-"""Python objects take up to 30 times this. Real files have some KB, or some MB from ModelOpt."""
+"""Python objects take up to 30 times this. ModelOpt's files have some MB."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
 Validated = TypeVar("Validated")
@@ -128,7 +128,6 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Follows a path such as `rope_parameters.factor` or `layer_types[3]` as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

@@ -13,7 +13,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """Of all stop strings together. Each is compared with text held back."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
-"""Number of DRY's sequence breakers, and length of each (llama.cpp's limit)."""
+"""Number and length of DRY's sequence breakers (llama.cpp's limit)."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -23,16 +23,13 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """`end_id` is sampled after `tokens` thinking tokens."""
-
     tokens: int
     end_id: int
     begin_id: int | None
-    """Begins the thinking; None: answers start inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Greedy below, as in vLLM. Dividing by less may make logits infinite."""
+"""Lower means greedy, as in vLLM. Dividing by less may make logits infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
@@ -217,7 +214,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Repetitions that DRY penalizes contain none of these sequences."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """Default: all tokens."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     max_tokens: Annotated[
         int | None,
@@ -353,18 +349,18 @@ PoolingType = Literal["last", "mean", "cls", "none"]
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Keep only an embedding's first elements (Kusupati et al., 2022, "Matryoshka Representation Learning")."""
+    """Keep only an embedding's first elements (Kusupati et al., 2022)."""
     activation: bool | None = None
     """Normalize embeddings, or turn scores into probabilities; None: the model's default."""
     second_segment: int | None = None
-    """Start of the second text, for encoders that distinguish two."""
+    """Start of the second text."""
 
     def __post_init__(self) -> None:
         _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)
 
 
 def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
-    """low <= value <= high; with is_exclusive low < value. NaN fails. Raises InvalidRequest."""
+    """NaN fails. Raises InvalidRequest."""
     if value is None:
         return
     if not ((value > low if is_exclusive else value >= low) and value <= high):

@@ -18,10 +18,9 @@ class SamplingField:
     """None for either: unbounded."""
     excludes_minimum: bool = False
     is_copied: bool = True
-    """Requests have the same field."""
     has_model_default: bool = False
     setting_label: str = ""
-    """For the page and presets; "": not a setting."""
+    """"": not a setting of the page and presets."""
     setting_step: float = 1.0
 
 

@@ -1,4 +1,4 @@
-"""A step's decisions and results, as messages between processes."""
+"""A step's decisions and results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 DRAFT_SOURCES = ("model", "lookup", "grammar")
-"""Sources of draft tokens: a draft model or head, an n-gram or suffix match, a grammar."""
+"""A draft model or head, an n-gram or suffix match, a grammar."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -20,10 +20,9 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams | PoolingParams
     seed: int
     adapter_slot: int = 0
-    """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Images of the spans, without repetition."""
+    """Without repetition."""
     cache_salt: str = ""
     """Requests with the same salt share encoder outputs."""
 
@@ -33,7 +32,6 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
-    """encoder_cost of the whole image."""
 
     @property
     def is_last(self) -> bool:
@@ -62,24 +60,18 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     encoder_chunks: list[EncoderChunk] = []
     """If a request has only these, `num_tokens` is 0."""
     draft_sources: list[int] = []
-    """Index in DRAFT_SOURCES of each token, for statistics."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A head drafts tokens from hidden states between two steps."""
-
     slot: int
     num_tokens: int
-    """Including the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
     """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`num_tokens` tokens from `start`, which a draft model has not computed, in blocks from `first_block`. A slot
-    keeps its content until another request enters.
-    """
+    """Tokens that a draft model has not computed. A slot keeps its content until another request enters."""
 
     slot: int
     start: int
@@ -98,22 +90,18 @@ class DraftToken(NamedTuple):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy the first `num_tokens` tokens in every layer."""
-
     source: int
     target: int
     num_tokens: int
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy recurrent states in every layer."""
-
     source: int
     target: int
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks loaded from a tier before the request's first step."""
+    """Before the request's first step."""
 
     request_id: str
     tier: str
@@ -136,7 +124,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Adapters' names, and the seconds that requests waited for each."""
     freed_slots: list[int] = []
     slot_copies: list[SlotCopy] = []
-    """In order, before anything is computed."""
+    """Like block_copies."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
@@ -149,7 +137,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def has_prefill(self) -> bool:
-        """False if requests only decode one token and verify drafts."""
         return any(
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )

@@ -1,4 +1,4 @@
-"""Frozen structs that server and engine exchange."""
+"""Structs that server and engine exchange."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
 """busy: too much at a time. constraints: no token is left. grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
-"""How long blocks stay pinned for the next turn."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
-    """LoRA adapter (Hu et al., 2021)."""
-
     name: str
     digest: str
     folder: str
@@ -29,7 +26,6 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Prompt tokens that an image's features replace, or part of them."""
 
     start: int
-    """In the prompt."""
     count: int
     digest: bytes
     kind: Literal["image"] = "image"
@@ -70,11 +66,11 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     seed: int
     """64 bits. Fixes the random number of each token position."""
     emitted_ids: list[int] = []
-    """Output of an engine that died; generation continues after it."""
+    """Output of an engine that died, which this one continues."""
     session: str = ""
     """The caller's conversation id; its blocks stay pinned."""
     keep_seconds: float = 0.0
-    """How long to keep pinned blocks; 0: the engine decides."""
+    """0: the engine decides."""
     cache_salt: str = ""
     """Requests with the same salt share cached prefixes."""
     priority: int = 0
@@ -84,9 +80,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """Ascending, without overlaps."""
+    """Ascending."""
     images: tuple[Image, ...] = ()
-    """Content of the spans, without repetition."""
+    """Without repetition."""
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
@@ -95,7 +91,6 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def sampling_params(self) -> SamplingParams | None:
-        """None for pooling."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     @property
@@ -103,7 +98,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """context_room: tokens after the prompt. 0 for pooling; None if the prompt is too long."""
+        """0 for pooling; None if the prompt is too long."""
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -116,7 +111,6 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_id: int
     logprob: float
     rank: int
-    """1: most likely."""
     top: list[tuple[int, float]]
     """Most likely first. With logprob_token_ids: those and the sampled token, in the same order."""
 
@@ -125,19 +119,14 @@ MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why earlier computed tokens were not in the prefix cache."""
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_common: int
     diverges_in: Literal["prompt", "answer"]
-    """Of the earlier sequence."""
     common_ids: list[int]
-    """Last tokens of the common prefix."""
     earlier_ids: list[int]
-    """Tokens of the earlier sequence after the prefix."""
     prompt_ids: list[int]
-    """Tokens of the prompt after the prefix."""
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -145,13 +134,10 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     tokens_by_reason: list[tuple[MissReason, int]]
     compute_seconds: float
-    """These tokens' share of the prompt's step time."""
     conversation: str
-    """First request's id."""
     turn: int
-    """From 1."""
     own_load: bool = False
-    """For evictions: would the tokens that the tenant computed since fill the cache alone?"""
+    """For evictions: would the tenant's later tokens fill the cache alone?"""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -172,7 +158,6 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | None = None
     """One of stop_token_ids; None for the model's own end token."""
     cached_tokens: int = 0
-    """Prompt tokens from the prefix cache."""
     error: str | None = None
     vector: bytes | None = None
     """float32, little-endian, with finish_reason "stop"."""
@@ -198,31 +183,26 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     arithmetic: str
     deterministic: bool = False
-    """A request's tokens do not depend on other requests."""
     tasks: tuple[Task, ...] = ("generate",)
     notes: list[str] = []
     """Non-default choices, one line each."""
     quantization: str = ""
-    """For display; "" if unquantized."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Context length that RoPE was chosen for; None if irrelevant."""
+    """For RoPE, if it matters."""
     context_pages: int = 1
     """The most blocks of a full context. This and the statistics count per KV cache group, num_blocks over all
     `page_groups`.
     """
     state_bytes: int = 0
-    """Recurrent states of all slots."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
     """"" if requests may have images."""
     step_tokens: int = 0
-    """Maximum."""
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they are, and of the code that computes."""
+    """Digest of the model's files and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that adapters may change, for transformers' classes; {}: see lora/target_modules.py."""
+    """(in, out) of linears that adapters may change, for transformers' classes."""
     caches_prefixes: bool = True
-    """False if it is off, or unsupported by the model's layers."""
