@@ -45,12 +45,11 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """C ints, because NumPy reads them."""
+        """NumPy reads them."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
         self.unpin_some: Callable[[int], None] | None = None
-        """Unpins at least that many free blocks."""
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
@@ -128,7 +127,6 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Blocks must have references or hashes."""
         for block in blocks:
             if block not in self._pin_counts and self.ref_counts[block] == 0:
                 del self._free[block]
@@ -168,7 +166,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """Requires no references or pins. The block is allocated next."""
+        """The block is allocated next."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)

@@ -16,13 +16,12 @@ RequestsToDraft = Sequence[tuple[Request, int]]
 
 
 KIND_DEFAULT = 0
-"""Higher kinds are bit lengths of n-gram matches: 3 for four to seven tokens."""
+"""Higher kinds are bit lengths of n-gram matches."""
 KIND_FORCED = -1
 """Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
 """Forced text. The model's last token may extend beyond it."""
 NUM_PROBABILITY_BUCKETS = 10
-"""Acceptance is measured per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
 
 

@@ -15,7 +15,6 @@ from quire.engine.core.stats import BlockTableView, EngineView, MemoryView, Phas
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
-"""Others are only counted."""
 MAX_LISTED_IMAGES = 32
 MAX_LISTED_BLOCKS = 1024
 _MAX_TILE_GAP = 4
@@ -66,7 +65,6 @@ def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableVi
 
 
 def block_owner_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
-    """[blocks] uint16; see EngineView.block_codes."""
     codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
     cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
     codes[cached[ref_counts[cached] == 0]] = CACHED_BLOCK

@@ -16,22 +16,19 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten. Most would
-be raised to the smallest counter anyway.
-"""
+"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten."""
 OUTPUT_TOKEN_COST = 2
 """In prompt tokens, as in the paper."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
-"""Per step, while more urgent requests run or wait."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
 """Steps stay short after an urgent request, so that the next one need not wait for a long step."""
 
 
 class TokenBudget:
     """While urgent requests run or wait, all others together get as many tokens as the urgent ones generate, and at
-    least MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because someone awaits their first token.
+    least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -59,7 +56,7 @@ class FairQueue:
         self._urgency = self._short_steps_left = 0
         self._served: dict[str, float] = {}
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        """By (priority, tenant), in sort-key order, without empty lists."""
+        """By (priority, tenant), in sort-key order."""
         self._last_served = 0.0
         """A tenant's counter starts here if no other tenant waits."""
 
@@ -135,7 +132,6 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """0: no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
@@ -146,9 +142,7 @@ class FairQueue:
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Make requests with loaded adapters eligible. Return failed requests with reasons; the caller must remove
-        them.
-        """
+        """Return failed requests with reasons. The caller must remove them."""
         return ()
 
     def wait_for_loads(self) -> None:

@@ -11,11 +11,9 @@ from quire.engine.core.stats import TierStats
 
 
 class KVOffloader(ABC):
-    """Moves KV blocks to tiers and loads them back."""
-
     capacity_text: str
     load_seconds: float
-    """Time that requests waited for loads."""
+    """How long requests waited for loads."""
 
     @property
     @abstractmethod

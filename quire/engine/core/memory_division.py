@@ -1,4 +1,4 @@
-"""Divides an engine's device memory by use, for the live view. No torch."""
+"""Divides an engine's device memory by use, for the live view."""
 
 from __future__ import annotations
 

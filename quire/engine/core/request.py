@@ -52,9 +52,7 @@ class Request:
         self.engine_request = engine_request
         self.arrival = arrival
         self.sort_key = (0.0, arrival)
-        """Within a priority and tenant, smallest first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
-        """Orders running requests, smallest first."""
         self.max_output_tokens = limit
         """0 for pooling."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
@@ -70,7 +68,6 @@ class Request:
         """Blocks that the device knows."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
-        """Tokens up to the last state snapshot."""
         self.num_cached_tokens: int | None = None
         """None before the first start."""
         self.num_charged_tokens = 0
@@ -180,7 +177,6 @@ class Request:
         return self._block_hashes[:count]
 
     def finish_reason_after_token(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
-        """(finish reason, matching stop_token_id)."""
         params = self.engine_request.params
         assert isinstance(params, SamplingParams), "a token of a request for a vector"
         if params.grammar is not None and token in eos:

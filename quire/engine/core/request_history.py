@@ -34,7 +34,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
+    """`times`: when it began, was scheduled, computed and applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)
@@ -67,7 +67,6 @@ class StepEntry(msgspec.Struct, frozen=True, gc=False):
     """Grows with every engine after a crash."""
     request_ids: tuple[str, ...]
     replica: int = 0
-    """Data-parallel rank."""
     is_counted: bool = True
     """False if another API process counts it."""
 
@@ -105,7 +104,6 @@ class Timeline:
         return seconds_by_phase
 
     def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
-        """(phase, begin, end), in order."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
@@ -124,7 +122,6 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
-        """The last new token is never a draft."""
         self.output_tokens += num_new
         if draft_sources:
             self.draft_tokens += len(draft_sources)
@@ -161,7 +158,6 @@ class RequestHistory:
         self.token_gap_listeners: list[Callable[[float], None]] = []
         """Called with the seconds between a request's tokens."""
         self.counts_steps = True
-        """StepEntry.is_counted of the next steps."""
         self._open_timelines: dict[str, Timeline] = {}
         self._ended_timelines: dict[str, Timeline] = {}
         self._ended_ids: deque[str] = deque()

@@ -73,7 +73,6 @@ class Scheduler:
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
-        """(running, waiting), by priority, then by arrival."""
         waiting = [each for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
         return sorted(self._running, key=lambda each: each.priority_key), sorted(
             waiting, key=lambda request: request.priority_key
@@ -83,9 +82,7 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """A request's sort key within its priority and tenant: smallest first, then by arrival. A class given by
-        --scheduler-cls may override it.
-        """
+        """Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may override it."""
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
@@ -130,7 +127,7 @@ class Scheduler:
             self._waiting.push_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """Ignores unknown ids, because the request may just have finished."""
+        """Ignores unknown ids."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
@@ -207,7 +204,7 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Runs before the step is planned, because a step's own blocks cannot be reused."""
+        """A step's own blocks cannot be reused, so this runs before it is planned."""
         request = self._waiting.peek()
         if (
             request is None
@@ -261,7 +258,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Never preempts. Appends to `scheduled_requests` and `copies`."""
+        """Never preempts."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -365,7 +362,6 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Charge the tenant once per newly computed prompt token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(
@@ -376,7 +372,6 @@ class Scheduler:
     def _append_tokens_and_output(
         self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput
     ) -> None:
-        """Drops tokens after the one that finishes the request."""
         engine_request = request.engine_request
         new_ids = output.token_ids[engine_request.id]
         request.num_tokens_in_flight -= 1 + len(scheduled_request.draft_token_ids)

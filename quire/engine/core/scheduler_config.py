@@ -16,7 +16,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
     long_prefill_token_threshold: int | None = None
-    """Per request and step; None: no limit."""
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     hash_block_size: int | None = None
@@ -26,7 +25,7 @@ class SchedulerConfig:
     pools_all_tokens: bool = False
     tasks: Collection[Task] = ("generate", "embed", "classify")
     micro_batches: int = 1
-    """Pipeline depth. Steps in flight hold disjoint requests, except chunks of one prompt."""
+    """Pipeline depth. Steps in flight have disjoint requests, except chunks of one prompt."""
     snapshots: SnapshotConfig | None = None
 
     @property

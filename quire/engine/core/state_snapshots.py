@@ -1,5 +1,5 @@
 """Snapshots of recurrent states too large to keep for every block. A request can start after a cached block only with a
-snapshot taken there. A snapshot is a slot without a request; slots are copied to save and restore.
+snapshot taken there. A snapshot is a slot without a request. Slots are copied to save and restore.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _MIN_SNAPSHOT_TOKENS = 64
 class SnapshotConfig(NamedTuple):
     num_slots: int
     interval_tokens: int
-    """A multiple of the block size."""
 
 
 class SnapshotPosition(NamedTuple):
@@ -30,7 +29,7 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """Of the last block that the snapshot covers."""
+    """Of the last covered block."""
     slot: int
 
 
@@ -167,7 +166,6 @@ class PooledStateSnapshots(StateSnapshots):
         self._snapshot_hashes: dict[int, bytes] = {}
         self._slot_copies: list[SlotCopy] = []
         self._pending: list[_PendingSnapshot] = []
-        """The last scheduled step must compute these first."""
 
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
@@ -184,7 +182,6 @@ class PooledStateSnapshots(StateSnapshots):
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """The step must be able to end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:

@@ -15,7 +15,6 @@ Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
     name: str
     pages: int = 0
-    """0 if unknown."""
     bytes: int = 0
     fetched_pages: int = 0
     fetched_tokens: int = 0
@@ -27,7 +26,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """The tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
-        """Adds the counters of earlier engines; gauges stay."""
+        """Adds the counters of earlier engines."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -39,27 +38,21 @@ class _Counters(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
-    """Run by a CUDA graph."""
     captured_prompt_steps: int = 0
-    """Those with prefill."""
     drafts: int = 0
-    """Verified; each has several tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
     """By position in the draft."""
     draft_tokens_by_source: list[int] = []
-    """Indexed like DRAFT_SOURCES; empty before the first draft."""
+    """Indexed like DRAFT_SOURCES."""
     accepted_by_source: list[int] = []
     prefix_queries: int = 0
-    """Prompt tokens looked up."""
     prefix_hits: int = 0
     kept_sessions: int = 0
-    """Conversations with pinned blocks."""
     session_returns: int = 0
     """Prompts that continue a conversation."""
     session_return_tokens: int = 0
     sessions_given_up: int = 0
-    """Conversations that lost pinned blocks."""
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
@@ -72,19 +65,15 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     cached_blocks: int = 0
     saved_blocks: int = 0
     tiers: list[TierStats] = []
-    """Nearest to the device first."""
     load_seconds: float = 0.0
     """Time that requests waited for tiers."""
     pages_lost: int = 0
-    """These came too fast for any tier."""
     prefix_unit: int = 0
     """Cached prefixes are multiples of this many tokens; 0: cache off."""
     kept_blocks: int = 0
-    """Pinned blocks, used or free."""
     cache_tokens: int = 0
-    """KV cache capacity."""
     experts_read: int = 0
-    """Only on the first rank, with weights on disk (OffloadCounts in quire/kernels/streaming/weight_offloader.py)."""
+    """Only on the first rank, with weights on disk (OffloadCounts)."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -105,7 +94,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
 
 
 def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Elementwise; a missing element is 0."""
+    """Elementwise. A missing element is 0."""
     return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
 
 
@@ -163,12 +152,10 @@ class RequestView(msgspec.Struct, frozen=True):
     phase: Phase
     prompt_tokens: int
     cached_tokens: int
-    """Prefix cache hits at admission."""
     computed_tokens: int
     """Includes the step in flight."""
     output_tokens: int
     limit: int
-    """Of output tokens."""
     blocks: int
     shared_blocks: int
     priority: int
@@ -178,10 +165,9 @@ class RequestView(msgspec.Struct, frozen=True):
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """KV cache groups. The table interleaves one block of each per `block_size` tokens."""
+    """KV cache groups, interleaved in the table."""
     computed_tokens: int
     num_blocks: int
-    """In the whole table."""
     block_ids: list[int]
     ref_counts: list[int]
     cached: list[bool]
@@ -193,7 +179,6 @@ class MemoryView(msgspec.Struct, frozen=True):
     total: int
     weights: int
     kv: int
-    """KV blocks and recurrent states."""
     activations: int
     """On a GPU, the rest of PyTorch's allocator. On the host, the process's growth since it was ready, without KV
     blocks.
@@ -201,7 +186,6 @@ class MemoryView(msgspec.Struct, frozen=True):
     runtime: int
     """On a GPU, CUDA's own memory and other programs. On the host, Python and libraries."""
     others: int
-    """Other programs, on the host."""
     free: int
 
 
@@ -214,9 +198,7 @@ class EngineView(msgspec.Struct, frozen=True):
     requests, 0x7fff used by an unlisted request, otherwise 2 + its request's index.
     """
     resident_bytes: int
-    """0 if unknown."""
     seconds: float
-    """Time to make this view."""
     memory: list[MemoryView] = []
     """One per engine; empty if unknown."""
 
@@ -227,7 +209,6 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     number: int
-    """From 1."""
     began_at: float
     scheduled_at: float
     computed_at: float

@@ -44,7 +44,6 @@ class StepRunner:
         return self._scheduler.has_requests or bool(self._in_flight)
 
     def run_step(self) -> list[EngineCoreOutput]:
-        """Includes outputs of adds and aborts."""
         self.last_record = None
         if self._in_flight and self._scheduler.needs_host_tokens:
             self._heartbeat.begin_step([])

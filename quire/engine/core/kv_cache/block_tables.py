@@ -24,7 +24,6 @@ class BlockTables:
 
     @property
     def pool_capacity_tokens(self) -> int:
-        """For one request, as if no layer had a window."""
         return self.pool.num_blocks // self.num_groups * self._block_size
 
     def num_missing_blocks(self, request: Request, tokens: int) -> int:
@@ -58,7 +57,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """Requires a request without blocks. `cached`: from `find_cached_blocks`."""
+        """Requires a request without blocks."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size

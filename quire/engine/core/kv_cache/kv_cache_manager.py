@@ -67,7 +67,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Blocks that must become free to compute all tokens. May be negative."""
+        """Blocks that must become free. May be negative."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -75,7 +75,6 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
-        """Return the partial block copies that the request needs."""
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
@@ -118,7 +117,6 @@ class KVCacheManager:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """In order, before the step being scheduled."""
         return self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:

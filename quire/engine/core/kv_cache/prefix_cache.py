@@ -34,7 +34,6 @@ class PrefixCache:
         self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self.events: PrefixCacheEvents | None = None
-        """None if nobody reads them."""
         self._first_written: dict[int, int] = {}
         """First token in each block that the step being scheduled writes."""
 
@@ -73,7 +72,6 @@ class PrefixCache:
                 )
 
     def pause_session(self, request: Request) -> None:
-        """Pin blocks for the next turn, before the request frees them."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
@@ -120,7 +118,6 @@ class PrefixCache:
         ]
 
     def cache_blocks(self, request: Request, start: int) -> None:
-        """`start`: the first token that the step computes."""
         full = min(request.num_computed_tokens, len(request.token_ids)) // self.hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(

@@ -10,8 +10,6 @@ _DIGEST_BYTES = 16
 
 
 class PrefixCacheEvents:
-    """Stored and removed blocks, in order."""
-
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
@@ -55,5 +53,4 @@ class PrefixCacheEvents:
 
 
 def _number(digest: bytes) -> int:
-    """Routers take 64 bits."""
     return int.from_bytes(digest[:8], "big")
