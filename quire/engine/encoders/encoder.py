@@ -38,7 +38,6 @@ from quire.kernels.parameters.activation import Activation as Elementwise
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 
 MAX_BUCKET_DISTANCE = 128
-"""Farther positions share a bucket."""
 
 
 class _EncoderLayerWeights:
@@ -99,8 +98,6 @@ def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class Encoder:
-    """Load weights through `parameters()` before use."""
-
     def __init__(
         self,
         spec: EncoderSpec,

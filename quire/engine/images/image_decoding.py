@@ -26,7 +26,6 @@ _BAND_ROWS = 256
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
-"""EXIF's tag, and its values that swap width and height."""
 
 
 def preload_decoders() -> None:

@@ -27,7 +27,6 @@ class RequestImage:
     field_path: str
     file_or_image: bytes | Pillow.Image
     low_detail: bool = False
-    """Do not cut into tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> Multimod
 class MultimodalPromptBuilder:
     vision: VisionSpec
     template_image_token: str
-    """What chat templates write for each image."""
     tokenizer: Tokenizer
 
     def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
@@ -133,7 +131,6 @@ class MultimodalPromptBuilder:
     def _locate_spans(
         self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]
     ) -> tuple[MediaSpan, ...]:
-        """`runs`: lengths of each content's runs of adjacent image tokens."""
         positions = [position for position, token in enumerate(ids) if token == self.vision.image_token_id]
         spans, begin = list[MediaSpan](), 0
         for content, counts in zip(contents, runs, strict=True):

@@ -19,8 +19,6 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
-    """Load weights through `parameters()` before use."""
-
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -85,7 +83,7 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    """An optional norm and two linears turn scale x scale adjacent patches into a token."""
+    """Like PixelShuffleProjector, with two linears and an optional norm."""
 
     def __init__(
         self,
@@ -125,8 +123,6 @@ class SquarePixelShuffleProjector(Projector):
 
 
 class ClassTokenProjector(Projector):
-    """CLIP's projector."""
-
     def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps
         self._norm = LayerNormWeights(norm, hidden, bias=True)

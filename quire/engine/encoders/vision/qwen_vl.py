@@ -101,7 +101,6 @@ class QwenVLTower(Tower):
         return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
 
     def _merge_in_chunks(self, merge: PatchMerger, hidden: Tensor) -> Generator[float, None, Tensor]:
-        """A merger costs half a layer."""
         parts, patches_per_token = [], self._vision.merge_size**2
         for part in hidden.split(MAX_CHUNK_TOKENS // patches_per_token * patches_per_token):
             parts.append(merge(part))

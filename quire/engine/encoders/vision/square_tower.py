@@ -34,7 +34,6 @@ class SquareTowerSpec:
     position_embedding: str
     patch_bias: bool = True
     class_token: str | None = None
-    """At the first position."""
     first_norm: str | None = None
     has_batch_axes: bool = False
     """Class token and positions have leading axes of size 1."""
@@ -65,7 +64,6 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
-    """InternVL (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",

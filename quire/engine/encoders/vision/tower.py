@@ -50,8 +50,6 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
-    """Load weights through `parameters()` before use."""
-
     unused_prefixes: tuple[str, ...] = ()
 
     @abstractmethod
@@ -156,5 +154,4 @@ def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: T
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
-    """[size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
