@@ -40,7 +40,6 @@ def _fill_falcon_h1_fields(fields: dict[str, Any]) -> None:
 
 
 def _build_falcon_h1_spec(config: ModelConfig) -> DecoderSpec:
-    """Attention's multipliers become part of its scales."""
     raw, base = config.raw, LLAMA.decoder_spec(config)
     read, out = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
     key = raw.get("key_multiplier") or 1.0

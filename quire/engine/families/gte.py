@@ -29,7 +29,6 @@ _SUPPORTED_VALUES = {
     "layer_norm_type": "layer_norm",
     "logn_attention_scale": False,
 }
-"""The only supported values, and the defaults."""
 
 
 def _build_gte_spec(config: ModelConfig) -> EncoderSpec:

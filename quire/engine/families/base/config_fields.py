@@ -28,7 +28,6 @@ def default_true_reader(name: str) -> ConfigReader:
 
 
 def field_reader(name: str, default: Any = None) -> ConfigReader:
-    """`default` if the field is missing or 0."""
     return lambda config: config.raw.get(name) or default
 
 
@@ -54,7 +53,6 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
 
 
 def fill_intermediate_size(fields: dict[str, Any]) -> None:
-    """Default: expansion_ratio, or 4, times the hidden size."""
     hidden = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden, int) and 1 <= hidden <= MAX_WIDTH:
         expansion_ratio = fields.get("expansion_ratio")

@@ -13,7 +13,5 @@ class EncoderFamily(ModelFamily):
     build_spec: Callable[[ModelConfig], EncoderSpec]
     """Raises ModelError."""
     reads_classifier_pooling: bool = False
-    """Classifiers pool the mean of all tokens if classifier_pooling says so."""
     embedding_size: Callable[[ModelConfig], int] | None = None
-    """Size of a dual encoder's vectors."""
     outer_fields: tuple[str, ...] = ()

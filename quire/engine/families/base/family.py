@@ -30,21 +30,17 @@ class ModelFamily:
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
     """For missing fields if null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
-    """Runs after defaults and before validation, so values may have any type."""
+    """Runs before validation, so values may have any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that text_config may omit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFamily(ModelFamily):
-    """Omitted fields are as in Llama."""
-
     other_layer_types: tuple[str, ...] = ()
-    """Types besides full and sliding attention."""
     has_partial_rotary: bool = False
     """transformers' class reads partial_rotary_factor."""
     has_longrope: bool = False
-    """If not, LongRoPE is refused."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
     """Forbidden fields; values complete the error message."""
     check_config: Callable[[ModelConfig], None] | None = None
@@ -55,22 +51,20 @@ class DecoderFamily(ModelFamily):
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """Default: the base's. Recurrent sublayers have their own norms."""
+    """Default: the base's."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
-    """Per layer: what replaces attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Replaces the MLP in layers with experts; None: no experts."""
+    """Replaces the MLP."""
     decoder: SpecFields = field(default_factory=dict)
 
     weight_names: WeightNames = field(default_factory=WeightNames)
     gguf: GGUFFormat | None = None
-    """None: GGUF files are unsupported."""
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
-        """Config fields and weight names in `changes` replace this family's. Spec changes and checks are added to this
-        family's. GGUF and multimodal_text_defaults are not inherited.
+        """Config fields and weight names in `changes` replace this family's. Spec changes and checks are added. GGUF
+        and multimodal_text_defaults are not inherited.
         """
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 

@@ -23,7 +23,6 @@ def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[Mo
 def layer_norm_family(
     *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **family_fields: Any
 ) -> DecoderFamily:
-    """`bias`: value or reader, for all linears of layers."""
     return DecoderFamily(
         **{"norm": layer_norm_reader(), **family_fields},
         attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},

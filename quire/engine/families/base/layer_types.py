@@ -63,8 +63,6 @@ def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
 def hybrid_mixers_reader(
     read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Replaces attention in layers of `kinds`."""
-
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         mixer = read_sublayer(config, norm)
         return [mixer if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
@@ -75,8 +73,6 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """One value per attention layer; layers of `other_kinds` get None."""
-
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))
         return [None if kind in other_kinds else next(attention_values) for kind in config.raw.get("layer_types") or ()]

@@ -51,7 +51,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Renames legacy layer types. Without layer_types, `kind_of` maps layer indices to types."""
+    """Renames legacy layer types. `kind_of` maps layer indices to default types."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -74,7 +74,6 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
 
 
 def check_mamba2_width(config: ModelConfig) -> None:
-    """Raises ModelError if it contradicts the heads."""
     raw, times = config.raw, config.raw.get("mamba_expand")
     heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
     if times is None or not isinstance(heads, int) or not isinstance(size, int):

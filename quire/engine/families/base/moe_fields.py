@@ -13,7 +13,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""More than real models have, but few enough to create without weights."""
+"""Few enough to create without weights."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
 """Raises ModelError."""
@@ -54,7 +54,6 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """True for layers with experts. Only for MoE models."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:
@@ -67,7 +66,6 @@ def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
-    """0 without shared experts."""
     each, count = (
         text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
         text_fields.get("n_shared_experts"),
@@ -124,8 +122,6 @@ def moe_reader(
 
 
 def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec], MoELayerSpec | None]:
-    """None if all layers are dense, as in some small models."""
-
     def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
         return experts(config, norm) if any(moe_layer_mask(config.raw, config.num_layers)) else None
 
@@ -135,7 +131,7 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""A softmax over all experts. norm_topk_prob normalizes the chosen weights."""
+"""Over all experts. norm_topk_prob normalizes the chosen weights."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,

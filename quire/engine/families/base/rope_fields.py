@@ -19,7 +19,6 @@ _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
 """In tokens, for LongRoPE models without this field."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""transformers' classes choose these types' frequencies by the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,8 +50,8 @@ def normalize_rope(
     trained_context: int | None = None,
     default_trained_context: int | None = None,
 ) -> dict[str, Any]:
-    """Normalizes like transformers' `standardize_rope_params`: adds rope_type and, for types that need it, the context
-    length of training.
+    """Adds rope_type and, for types that need it, the context length of training, like transformers'
+    `standardize_rope_params`.
 
     `defaults`: rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides that of
     `rope_fields`.
@@ -101,7 +100,6 @@ def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
 
 
 def rope_depends_on_context(fields: Mapping[str, Any], *, by_transformers: bool, has_longrope: bool) -> bool:
-    """True if the longest context changes rotations."""
     if by_transformers:
         return not rope_types(fields).isdisjoint(_CONTEXT_DEPENDENT_TYPES)
     return has_longrope and not rope_types(fields).isdisjoint(LONGROPE_TYPES)
@@ -133,7 +131,6 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
 
 
 def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
-    """Layers without a window have no RoPE."""
     return [None if window is None else config.rope for window in sliding_windows(config)]
 
 

@@ -33,7 +33,7 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
         return DualEncoderLayout(self, (width, height), None)
 
     def num_parameters(self, text_size: int) -> int:
-        """Without the text model's projection."""
+        """Excludes the text model's projection."""
         hidden = self.tower_shape.hidden_size
         inner = self.tower_shape.intermediate_size
         patch = self.tower_shape.patch_size

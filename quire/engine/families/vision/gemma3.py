@@ -22,8 +22,6 @@ _BILINEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3VisionSpec(VisionSpec):
-    """Averages patches, and projects without bias. Image tokens attend to each other."""
-
     square_side: int
     tokens_per_image: int
     begin_token_id: int

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _LOW_DETAIL_TOKENS = 70
-"""Maximum with `detail: "low"`."""
 _MAX_TOKENS = 4096
 _ZERO_MEAN, _UNIT_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
@@ -37,7 +36,6 @@ class Gemma4VisionSpec(VisionSpec):
     """A token averages this many patches per side."""
     max_tokens: int
     position_table_size: int
-    """Rows; used for columns and for rows of patches."""
     rope_theta: float
     has_clipped_linears: bool
     standardizes_tokens: bool

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _MAX_SIDE = 4096
-"""Longest side in pixels."""
 _LANCZOS = 1
 TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
 
@@ -78,9 +77,7 @@ def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
 class Idefics3Layout(ImageLayout):
     vision: Idefics3VisionSpec
     resized_size: tuple[int, int]
-    """(width, height) after the first resize."""
     tiled_size: tuple[int, int]
-    """(width, height) after the second resize, in whole tiles."""
     rows: int
     """0: one tile."""
     columns: int

@@ -39,7 +39,6 @@ class InternVLVisionSpec(VisionSpec):
     projector_activation: str
     has_qkv_bias: bool
     has_qk_norm: bool
-    """Over all heads together."""
     uses_rms_norm: bool
     has_final_norm: bool
 

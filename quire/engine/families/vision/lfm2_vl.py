@@ -37,7 +37,6 @@ _MAX_TILES = 64
 class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
     tile_count_range: tuple[int, int]
-    """Minimum and maximum for a cut image."""
     token_count_range: tuple[int, int]
     """Minimum and maximum for an uncut image or a thumbnail."""
     pixel_tolerance: float
@@ -45,7 +44,6 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
-    """Trained positions per side."""
     projector_activation: str
     projector_hidden_size: int
     has_projector_bias: bool
@@ -109,7 +107,6 @@ def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
 class Lfm2Layout(ImageLayout):
     vision: Lfm2VisionSpec
     overview_size: tuple[int, int]
-    """(width, height) of the whole image."""
     columns: int
     rows: int
 

@@ -33,9 +33,8 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""Longest side in pixels of images that are padded to a square."""
+"""For images that are padded to a square."""
 _MAX_SQUARES = 64
-"""Per image."""
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
@@ -45,13 +44,12 @@ class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
     uses_class_token: bool
-    """CLIP's class token, which precedes the patches, becomes a token too."""
+    """CLIP's class token becomes a token too."""
     center_crops: bool
-    """Resize the shorter side and crop, instead of resizing both sides."""
+    """Resize the shorter side and crop."""
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
-    """Unused final layers."""
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
     """(height, width) to resize and pad to; (): images are not cut."""
     max_squares: int | None = None
@@ -129,7 +127,6 @@ class UnpaddedPatchRegion:
     rows: int
     columns: int
     interpolated_shape: tuple[int, int] | None
-    """(rows, columns)"""
 
     @property
     def shape_after_interpolation(self) -> tuple[int, int]:
@@ -265,7 +262,6 @@ class SquaresLayout(ImageLayout):
         return spell(self.vision.image_token_id) * self.num_tokens
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """All squares in one column, the whole image first."""
         from PIL import Image
 
         vision, side = self.vision, self.vision.square_side

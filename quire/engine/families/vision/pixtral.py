@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 _BICUBIC = 3
 _MAX_PATCHES_PER_SIDE = 256
 _LOW_DETAIL_EDGE = 512
-"""Longest side in pixels with `detail: "low"`."""
 _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
-    """Merged patches first pass a norm and a linear."""
     longest_edge: int
     """In pixels; larger images are scaled down."""
     rope_theta: float
@@ -122,7 +120,6 @@ def _base_pixtral_vision_spec(
 class PixtralLayout(ImageLayout):
     vision: PixtralVisionSpec
     rows: int
-    """In tokens, like `columns`."""
     columns: int
 
     @property

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _MAX_ASPECT_RATIO = 200
-"""Longer side divided by the shorter one."""
 _LOW_DETAIL_TOKENS = 256
-"""Maximum with `detail: "low"`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,6 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     deepstack_layers: tuple[int, ...] = ()
     """The text model's first layers add these layers' features (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
-    """RMSNorm and gated MLPs."""
 
     @property
     def num_deepstack_layers(self) -> int:
@@ -191,7 +188,6 @@ def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) ->
 class QwenLayout(ImageLayout):
     vision: QwenVisionSpec
     resized_size: tuple[int, int]
-    """(width, height)."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:

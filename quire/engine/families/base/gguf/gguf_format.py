@@ -103,16 +103,12 @@ MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFormat:
-    """Omitted fields are as in Llama."""
-
     architectures: tuple[str, ...]
     matches: Callable[[GGUFMetadata], bool] | None = None
     """Distinguishes families with the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Like `layer_modules`, with full tensor names."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
     """Otherwise files have experts if the family has."""
     has_latent_attention: bool = False
@@ -123,7 +119,6 @@ class GGUFFormat:
     tiles_value_heads: bool = False
     """Value heads of delta nets are ordered by their index within a key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Reads the family's own fields. The mapping has the common ones."""
 
 
 def read_moe_fields(

@@ -8,7 +8,6 @@ from msgspec import Meta
 
 MAX_WIDTH = 2**24
 Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
-"""Also for numbers of heads and experts."""
 WidthOrZero = Annotated[int, Meta(ge=0, le=2**24)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e12)]
 ConvWidth = Annotated[int, Meta(ge=2, le=16)]

@@ -42,7 +42,6 @@ _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """EXAONE 4's repeated pattern: L layers have a window, G layers none."""
 
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
-"""Keys of a multimodal model's text decoder."""
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -319,8 +318,6 @@ _Sizes = TypedDict(  # type: ignore[misc]  # its fields are SIZE_FIELD_ALIASES'
 
 
 class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
-    """Read by `quire plan`. Lists are ignored."""
-
     head_dim: WidthOrZero | None
     num_kv_heads: Width | list[Any] | None
     kv_channels: Width | None
@@ -334,8 +331,6 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """transformers' classes read other fields themselves."""
-
     architectures: list[ShortText] | None
     is_decoder: bool | None
     eos_token_id: _TokenId | _TokenIds | None

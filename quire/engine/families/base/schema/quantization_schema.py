@@ -1,4 +1,4 @@
-"""Types and bounds of quantization_config; see engine/checkpoint/quantization.py."""
+"""Types and bounds of quantization_config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeightQuantizationArgs(TypedDict, total=False):
 
 
 class QuantizationGroup(TypedDict, total=False):
-    """compressed-tensors' group of linears. Ignores rules for activations, because kernels have their own."""
+    """Rules for activations are ignored, because kernels have their own."""
 
     targets: _ModuleNames | None
     weights: WeightQuantizationArgs | None
