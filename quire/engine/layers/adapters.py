@@ -27,9 +27,7 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
-    """Results of pack_one_adapter, by linear index."""
     embedding: tuple[Tensor, Tensor] | None
-    """[vocab, rank] and [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,5 +92,4 @@ class PositionEmbedding:
         }
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
-        """In place."""
         return x.add_(F.embedding(positions, self._table[EMBED_POSITIONS]))

@@ -22,9 +22,7 @@ class Projection(Protocol):
 
 
 class FusedLinear:
-    """Linears with one input, such as q, k, v. The last tensor to arrive triggers packing, so loading never needs much
-    more memory than the model.
-    """
+    """Linears with one input, such as q, k, v. The last tensor to arrive triggers packing, which saves memory."""
 
     def __init__(
         self,
@@ -63,7 +61,6 @@ class FusedLinear:
         return ops.apply_linear(self.packed_linear, x, context)
 
     def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
-        """`names` replace the parts' names, in order."""
         parts, in_features = self._part_sizes
         renamed_parts = dict(zip(parts, names, strict=True))
         sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features
@@ -133,8 +130,6 @@ class SharedLinear:
 
 
 class DequantizedWeightLoader:
-    """Without bias and adapters."""
-
     def __init__(
         self,
         scheme: QuantizationScheme,

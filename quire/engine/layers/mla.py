@@ -34,8 +34,6 @@ from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_worthw
 
 
 class MLAttention(Sublayer):
-    """A rank has some heads and all latents."""
-
     def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
         shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)

@@ -26,9 +26,7 @@ _RELU_SQUARED = Activation("relu2")
 
 
 class SparseMoE(Sublayer):
-    """Only shared experts and latent projections take adapters. Ranks have whole experts or parts of them, and the
-    whole router.
-    """
+    """Only shared experts and latent projections take adapters. Ranks have the whole router."""
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
         backend, scheme = build_context.expert_packing or (build_context.backend, build_context.scheme)
@@ -212,7 +210,6 @@ def _make_mlp_linears(
 
 
 def _empty_slice(tensor: Tensor) -> Tensor:
-    """Avoids reading another rank's expert."""
     return tensor.new_empty(0)
 
 

@@ -48,8 +48,8 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. With `parallel`, returns
-        (norm(residual), residual).
+        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. With `parallel`, norms the residual
+        alone.
         """
         if parallel:
             assert residual is not None
@@ -65,7 +65,6 @@ class NormWeights:
         return form.norm_and_round(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
-        """x if there is no such norm."""
         if name not in self._sizes_by_name:
             return x
         weight, eps = self._weights[name], self._spec.eps
@@ -96,8 +95,6 @@ class NormWeights:
 
 
 class LayerNormWeights:
-    """The bias is zero if the model has none."""
-
     def __init__(self, name: str, size: int, *, bias: bool) -> None:
         self._name, self._size = name, size
         self.weight = torch.ones(size)

@@ -26,7 +26,6 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""By type, in addition to rope_theta."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:

@@ -1,5 +1,5 @@
 """Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs, o_proj and down_proj by inputs,
-whose results are summed. Norms and the residual stream are replicated.
+whose results are summed.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ class ModelShard:
     world_size: int = 1
     group: Collective | None = None
     is_context_parallel: bool = False
-    """Ranks split tokens instead of heads."""
 
     def rank_span(self, size: int) -> range:
-        """Consecutive, and as equal as possible."""
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
@@ -123,7 +121,6 @@ class ModelShard:
         return LinearSlice(output_range=self.rank_span(size)) if self.world_size > 1 else FULL_LINEAR
 
     def input_slice(self, size: int) -> LinearSlice:
-        """For a linear with `size` inputs, whose results are summed over ranks."""
         return (
             LinearSlice(input_range=self.rank_span(size), adds_bias=self.rank == 0)
             if self.world_size > 1

@@ -48,14 +48,12 @@ class BuildContext:
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """By layer name; others are 1."""
     adapters: AdapterManager | None = None
-    """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
     """Set only if experts are packed unlike other weights."""
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """By name of their first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
@@ -86,7 +84,6 @@ class BuildContext:
 class ForwardContext:
     metadata: AttentionMetadata
     cache: LayerCache
-    """Block tensors, then slot tensors."""
     selected_rows: Tensor | None
     """Tokens needed after the last stateful sublayer; None: all."""
     per_layer_inputs: Tensor | None = None
@@ -97,7 +94,6 @@ class ForwardContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
-        """For sublayers after the other rows are dropped."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),
@@ -131,11 +127,10 @@ class Sublayer(ABC):
 
     @property
     def num_block_tensors(self) -> int:
-        """Includes those of another layer that this one reads."""
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """State outside blocks. `num_drafts` tokens of a step may be rejected later."""
+        """`num_drafts` tokens of a step may be rejected later."""
         return ()
 
     @property

@@ -33,10 +33,8 @@ _HALF_OF_SUFFIX = {
     ".lora_embedding_B": "up",
 }
 _BASE_WEIGHT_SUFFIXES = (".base_layer.weight",)
-"""PEFT saves base weights with an adapted embedding."""
 _MODULE_PATTERN = re.compile(r"\^?[\w.\\]+\$?")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that change the base weights."""
 
 
 class _AdapterConfig(TypedDict, total=False):
@@ -166,7 +164,7 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """`name`: PEFT's. None if the model has no such module."""
+    """None if the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)

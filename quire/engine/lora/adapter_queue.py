@@ -16,13 +16,11 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
-"""Longest wait of an idle engine for a load before it checks for messages."""
+"""An idle engine then checks for messages."""
 
 
 @dataclass(slots=True)
 class _AdapterSlot:
-    """Numbers begin at 1."""
-
     number: int
     digest: str = ""
     name: str = ""
@@ -121,7 +119,6 @@ class AdapterQueue(FairQueue):
         return next((slot for slot in self._slots if slot.digest == adapter.digest), None)
 
     def _missing_adapters(self) -> list[str]:
-        """Sorted by their most urgent request."""
         loaded = {slot.digest for slot in self._slots}
         waiting = {
             digest: min(request.priority_key for request in requests)
@@ -131,7 +128,6 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """Empty, or the least recently used one without requests."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -146,7 +142,7 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """Closes `count` slots: first those already closed, then those with the fewest users."""
+        """First those already closed, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

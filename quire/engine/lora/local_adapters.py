@@ -47,7 +47,6 @@ class LocalAdapters:
         self._modules, self._max_rank = adaptable_modules(model), config.max_lora_rank
         self._max_known = config.max_cpu_loras or 4 * config.max_loras
         self._recent_adapters: dict[tuple[str, int, str], Adapter] = {}
-        """Least recently used first."""
         self._num_copies = Counter[str]()
         self._lock = threading.RLock()
 

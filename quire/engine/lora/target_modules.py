@@ -17,8 +17,8 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> ModuleShapes:
-    """All linears except experts', the embedding and the head, by checkpoint name. Empty for the transformers backend,
-    because only its engine knows the modules.
+    """All linears except experts', the embedding and the head. Empty for the transformers backend, because only its
+    engine knows the modules.
     """
     if model.transformers_config is not None:
         return {}
@@ -57,11 +57,10 @@ def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
 
 
 def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False) -> int:
-    """`head`: count the LM head, for which GPU slots reserve room."""
+    """`head`: include the LM head, for which GPU slots reserve room."""
     left_out = (EMBED_TOKENS,) if head else (EMBED_TOKENS, LM_HEAD)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 
 
 def effective_max_cpu_loras(max_loras: int, max_cpu_loras: int | None) -> int:
-    """Includes adapters in slots."""
     return max(max_cpu_loras or 4 * max_loras, max_loras)

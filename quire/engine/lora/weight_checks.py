@@ -22,7 +22,6 @@ _EXPONENT_BITS = {
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, begin and end in the file."""
 
 
 def check_finite(file: Path) -> None:
@@ -39,8 +38,8 @@ def check_finite(file: Path) -> None:
 
 
 def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
-    """Raises AdapterError unless base weights saved with an adapter equal the model's. They may have been trained or
-    resized. `names`: modules by tensor name.
+    """Raises AdapterError unless base weights saved with an adapter equal the model's. `names`: modules by tensor
+    name.
     """
     for tensor_name, module in names.items():
         where = f"{file.name}: {tensor_name[:120]}"
@@ -70,7 +69,7 @@ def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
 
 
 def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
-    """True if equal up to bfloat16 rounding (8 mantissa bits)."""
+    """Up to bfloat16 rounding (8 mantissa bits)."""
     numbers, others = _read_numbers(first), _read_numbers(second)
     if numbers is None or others is None or len(numbers) != len(others):
         return False

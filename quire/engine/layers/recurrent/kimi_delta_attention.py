@@ -22,8 +22,6 @@ _CONV_WEIGHTS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
 
 
 class KimiDeltaAttention(MatrixStateMixer):
-    """A rank has some heads, and the whole low-rank input of decays and gates."""
-
     def __init__(self, spec: KimiDeltaAttentionSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(spec, build_context, layer, "self_attn")
         shard = build_context.shard

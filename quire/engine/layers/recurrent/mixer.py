@@ -35,7 +35,6 @@ class RecurrentMixer(Sublayer):
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
-        """float32; excludes linears and norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}

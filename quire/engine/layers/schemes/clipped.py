@@ -31,7 +31,6 @@ class ClippedScheme(WrappedScheme):
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Fuses only neighbors with equal bounds."""
         groups = list[_LinearsWithSameBounds]()
         for name, tensors in linears.items():
             bounds = tuple(tensors[each].item() for each in _BOUND_NAMES) if self._has_bounds else ()

@@ -139,8 +139,8 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]. zeros
-    default to 2 ** (bits - 1). Groups that do not divide the inputs shrink.
+    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]. Groups that
+    do not divide the inputs shrink.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()
@@ -179,7 +179,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """Order of inputs by group; None: already so. Raises ModelError for unequal groups."""
+    """None: already in order. Raises ModelError for unequal groups."""
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)

@@ -22,7 +22,7 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""At least one output is converted at once. A float32 copy of all would take twice the tensor's memory."""
+"""A float32 copy of all weights would take twice the tensor's memory."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
@@ -63,8 +63,6 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
-    """Quantizes a floating-point embedding and head."""
-
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)
         self._backend = backend

@@ -1,1 +1,0 @@
-"""Sublayers that do more with the residual stream than add to it."""

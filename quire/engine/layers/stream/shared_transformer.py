@@ -1,7 +1,6 @@
 """Attention and MLP with weights that several layers share (Zamba 2: Glorioso et al., 2024).
 
-They read the residual stream and the embeddings. Each use has its own low-rank adapters and output linear, whose result
-Mamba 2 reads.
+They read the residual stream and the embeddings. Each use has its own low-rank adapters and output linear.
 """
 
 from __future__ import annotations
