@@ -1,6 +1,4 @@
-"""A decoder-only transformer built from layers, each a tuple of residual sublayers. A family maps config.json to a
-DecoderSpec and has no other model code.
-"""
+"""A decoder-only transformer built from layers, each a tuple of residual sublayers."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from quire.kernels.streaming.weight_offloader import WeightOffloader
 KVCache = list[LayerCache]
 """By index in the block (engine/checkpoint/kv_cache_groups.py)."""
 _MAX_SINGLE_CALL_TOKENS = 64
-"""Longer steps call recorded layers one by one and report progress after each."""
+"""Longer steps report progress after each layer."""
 
 
 class _BoundSublayer(NamedTuple):
@@ -55,7 +53,6 @@ class _BoundSublayer(NamedTuple):
 
 
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
-    """A layer's cache holds block tensors, then slot tensors."""
     num_block_tensors, num_slot_tensors = (
         [sublayer.num_block_tensors for sublayer in layer],
         [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
@@ -99,8 +96,7 @@ class Decoder:
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
         """`report_progress` is called after every layer and before logits. `layers`: those of this pipeline stage. The
-        first stage has the embedding, the last one the final norm and the head. `groups`: by default all layers share
-        blocks.
+        first stage has the embedding, the last one the final norm and the head.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -193,7 +189,6 @@ class Decoder:
 
     @property
     def absent_module_prefixes(self) -> tuple[str, ...]:
-        """Modules of other stages, and an unused head."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
             *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, EMBEDDING_NORM]),
@@ -212,7 +207,6 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By layer index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -223,7 +217,7 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
-        """Bytes of a block in all layers of all pipeline stages."""
+        """In all layers of all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -232,7 +226,6 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """In all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -242,7 +235,6 @@ class Decoder:
 
     @cached_property
     def layers_of_all_stages(self) -> list[list[Sublayer]]:
-        """Other stages' layers have no weights."""
         if len(self.layers) == self.spec.num_layers:
             return self._layers
         layers = enumerate(self.spec.layers)
@@ -256,7 +248,6 @@ class Decoder:
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """For all groups and processes. A block has room for `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -296,7 +287,6 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """If `output_rows` are given, the last layer computes only these."""
         self._layer_hooks.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
@@ -336,7 +326,6 @@ class Decoder:
     def forward_stage(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: MediaEmbeddings | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run a pipeline stage other than the last."""
         x, residual, _ = self._run_stage(token_ids, metadata, kv_cache, None, (), features)
         assert residual is not None
         return x, residual
@@ -439,5 +428,5 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """[R]. NaN spreads to whole rows, so one logit suffices, in a tenth of the time of checking all."""
+    """[R]. NaN spreads to whole rows, so one logit suffices, in a tenth of the time."""
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -18,7 +18,6 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
-    """The decoder's sizes and dtypes, whole on every rank."""
     shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
     return BuildContext(backend, scheme, *shape, kv_scales={})
 
@@ -28,7 +27,6 @@ class DraftHead(ABC):
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
-    """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
     block_bytes_formula: str = "0"
 

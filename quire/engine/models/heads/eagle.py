@@ -19,7 +19,6 @@ from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 _IMPOSSIBLE_LOGIT = -1e30
-"""Logit of tokens outside the draft vocabulary."""
 
 
 class EagleHead(TransformerHead):
@@ -44,7 +43,6 @@ class EagleHead(TransformerHead):
 
 class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """Uses the decoder's embedding and its own head."""
         super().__init__(spec, scheme, decoder, backend)
         self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
         self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)

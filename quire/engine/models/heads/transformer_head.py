@@ -20,8 +20,6 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 
 class TransformerHead(DraftHead):
-    """Uses the decoder's LM head by default."""
-
     def __init__(
         self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:

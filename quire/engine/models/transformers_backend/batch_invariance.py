@@ -68,7 +68,6 @@ class BatchInvariantOps(TorchFunctionMode):
 
     @staticmethod
     def _padded_softmax(func: Any, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Pads the last axis with -inf."""
         dim = kwargs.get("dim", args[0] if args else None)
         num_padding = -x.shape[-1] % _VECTOR_SIZE
         if dim not in (-1, x.ndim - 1) or not num_padding or not x.is_floating_point():

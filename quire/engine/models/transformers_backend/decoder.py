@@ -54,8 +54,6 @@ class _BodyOutput(BaseModelOutputWithPast):
 
 
 class _BodyStub(nn.Module):
-    """Replaces the body while the head computes logits."""
-
     hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +67,6 @@ class TransformersDecoder(Decoder):
     """False while one rank computes alone. Its results then mean nothing."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """Builds all layers, because check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
@@ -145,7 +142,6 @@ class TransformersDecoder(Decoder):
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """The class gathers logits itself."""
         logits = self.compute_logits(hidden, context)
         best, group = self.argmax(logits), self.shard.group
         return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)

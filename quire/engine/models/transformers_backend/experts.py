@@ -28,7 +28,6 @@ class QuireExperts:
         shard: ModelShard = UNSHARDED,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`reduce`: sums the ranks' results."""
         self._module: Any = module
         self._shard, self._reduce = shard, reduce
         self._name = name

@@ -26,7 +26,6 @@ class CachedRotary(ModuleProxy):
     """
 
     def __init__(self, module: nn.Module, num_positions: int, context: int) -> None:
-        """`context`: the length that scaling assumes."""
         super().__init__(module)
         self._positions, self._context = num_positions, context
         self._tables: dict[str, tuple[Tensor, ...] | None] = {}

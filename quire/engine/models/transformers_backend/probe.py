@@ -35,7 +35,6 @@ from quire.engine.models.transformers_backend.model_builder import find_body_and
 from quire.kernels.backend import Operations
 
 NO_NORM = NormSpec(0.0)
-"""For classes that apply norms themselves."""
 _PROBE_TOKENS = 7
 _MAX_MASK_LEN = 1 << 20
 """Windows are shorter, and longer masks would take memory."""
@@ -200,7 +199,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """The dict tells, by module name, whether the module's rows are always the tokens."""
+    """By module name: whether the module's rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -214,7 +213,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """In meta tensors, nonzero finds nothing, such as the tokens of an expert. Attention does not depend on it."""
+    """In meta tensors, nonzero finds nothing. Attention does not depend on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -245,7 +244,6 @@ class _ZeroMetaInputs(TorchFunctionMode):
 
 
 def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """For tokens [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": token_ids}

@@ -1,5 +1,5 @@
 """Tensor parallelism by a class's own plan (base_model_tp_plan) for linears, experts and per-head parameters.
-Everything else is replicated, even a linear whose output the plan gathers at once.
+Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REPLICATED_PLAN = TensorParallelPlan({})
 
 
 def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParallelPlan:
-    """Raises ModelError with the reason if the model cannot be sharded."""
+    """Raises ModelError with the reason."""
     body_name, body = find_body_and_name(model)
     plan_fields = getattr(body.config, "base_model_tp_plan", None) or {}
     plan = {f"{_replace_indices_with_wildcard(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}

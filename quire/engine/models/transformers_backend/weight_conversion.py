@@ -31,8 +31,6 @@ class _PendingConversion:
 
 
 class _OriginalModel:
-    """Looks up parameters as before modules were replaced."""
-
     def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         self._model, self._state = model, state
 
