@@ -21,7 +21,6 @@ from quire.engine.schemas.keywords import map_subschemas as with_own_children
 ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Formats that a grammar enforces. Others are annotations."""
 _BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_INTEGER = 2**63 - 1
 _TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -242,7 +241,6 @@ _VALUE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "pattern": _is_text,
     "format": _is_enforced_format,
 }
-"""Other keywords are always enforceable."""
 
 
 def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:

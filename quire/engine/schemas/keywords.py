@@ -24,7 +24,6 @@ SCHEMA_KEYWORDS = frozenset(
         "contentSchema",
     }
 )
-"""`items` may also be a list."""
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
 DEFINITION_KEYWORDS = ("$defs", "definitions")
@@ -125,6 +124,5 @@ class SchemaReferences:
         return self._anchors[name]
 
     def suggest_definition_name(self, schema: Schema) -> str:
-        """Last part of its JSON pointer, at most 64 characters; "root" for the document."""
         last = self.pointer_of_schema(schema).rpartition("/")[2]
         return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

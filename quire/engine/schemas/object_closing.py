@@ -3,7 +3,7 @@ servers and Pydantic users expect that, although JSON Schema allows others.
 
 An object is closed over everything that applies to it: targets of `$ref` and `allOf`, one branch of each `anyOf` and
 `oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the others'
-properties, so they are merged first, and alternatives multiplied out. `not` and `if` stay.
+properties, so they are merged first. `not` and `if` stay.
 """
 
 from __future__ import annotations
@@ -41,25 +41,20 @@ _COUPLED_KEYWORDS = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Keywords that depend on each other, so they move together."""
+"""Depend on each other, so they move together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Alternatives multiply, so merged schemas and properties are limited to _MIN_STEPS plus _STEPS_PER_SCHEMA per schema
-of the document.
-"""
+"""Alternatives multiply, so merged schemas and properties are limited."""
 
 
 class ClosedSchema(NamedTuple):
     schema: Schema
     open_objects: tuple[str, ...]
-    """JSON pointers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ApplicableSchemas:
     plain_schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Without `$ref`, `allOf`, `anyOf` and `oneOf`. All apply."""
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
-    """(`anyOf` or `oneOf`, its branches)."""
     markers: set[str] = field(default_factory=set)
     """"ref": a reference was followed. "again": a schema was met twice. "never": a schema is `false`."""
 
@@ -84,7 +79,6 @@ class _SchemaCloser:
         self._used_names: set[str] = set()
         self._pending_definitions: list[tuple[str, Callable[[], Schema]]] = []
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
-        """By id: the schema without applicators, and the original."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
         self._open_pointers: dict[str, None] = {}
 

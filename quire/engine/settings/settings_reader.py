@@ -21,7 +21,7 @@ OTHER_ENV_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
 _KUBERNETES_VARIABLE = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
-"""Kubernetes sets these for services named quire…, in addition to QUIRE_PORT=tcp://…."""
+"""Kubernetes sets these for services named quire…, in addition to QUIRE_PORT."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -88,7 +88,7 @@ def _suggest_variable(name: str, known: Collection[str]) -> str:
 
 
 def _has_no_surrogates(text: str) -> bool:
-    """Python represents arguments that are not UTF-8 by surrogates, which JSON cannot hold."""
+    """Python represents arguments that are not UTF-8 by surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
