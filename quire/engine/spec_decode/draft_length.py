@@ -1,5 +1,3 @@
-"""Chooses draft lengths by recent acceptance and measured step costs."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -24,7 +22,6 @@ from quire.engine.core.drafter import (
 from quire.engine.core.request import Request
 
 PRIOR_ACCEPTANCE = 0.6
-"""Assumed until a kind was tried."""
 PRIOR_ACCEPTANCE_OF_KIND = {
     KIND_FORCED: 0.97,
     KIND_FORCED_TEXT: 0.9,
@@ -38,9 +35,8 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 }
 """Approximate; measured with SmolLM2 on rewritten texts and JSON."""
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
-"""Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""Makes the drafter try a bad kind again eventually."""
+"""Bad kinds are tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,6 @@ class StepCosts:
     seconds: tuple[float, ...]
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """Interpolates linearly, and extrapolates from the last two points."""
         right = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
         (low, high), (least, most) = self.num_tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return least + (most - least) * (num_tokens - low) / (high - low)
@@ -82,7 +77,6 @@ class AcceptanceTracker:
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
-        """Assumes that the tokens before it are accepted."""
         if kind >= FIRST_BUCKET_KIND:
             return self._global_rates[kind].estimate_rate((kind - FIRST_BUCKET_KIND + 0.5) / NUM_PROBABILITY_BUCKETS)
         return self._request_rates(request)[kind].estimate_rate(
@@ -90,11 +84,11 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
-        """Probability that each token and all before it are accepted."""
+        """That each token and all before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
-        """`num_verified`: accepted tokens. The next token, if any, was rejected. Later ones count as untried."""
+        """`num_verified`: accepted tokens. The next token, if any, was rejected."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)
@@ -121,7 +115,6 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of tokens in flight, by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:

@@ -31,10 +31,9 @@ class _GrammarState:
     """None if it cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """Computed once, because it may have thousands of tokens."""
+    """May have thousands of tokens."""
     num_matched: int = 0
     num_from_source: int = 0
-    """Leading draft tokens in flight from the other drafter."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
         self.num_consumed += len(answer)
@@ -55,8 +54,8 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that it forces, such as keys of a
-    JSON schema. Assumes a space after JSON's commas and colons.
+    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens, such as keys of a JSON
+    schema. Assumes a space after JSON's commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -152,7 +151,6 @@ def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> 
 
 
 def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: list[int]) -> list[int]:
-    """The rest of a draft that starts with `token_ids`, as far as the grammar allows."""
     rest = draft_tokens[len(token_ids) :] if draft_tokens[: len(token_ids)] == token_ids else []
     return rest[: matcher.validate_tokens(rest)] if rest else []
 

@@ -16,7 +16,6 @@ from quire.engine.spec_decode.ngram_drafter import LookupDrafter
 @dataclass(frozen=True, slots=True)
 class _PendingDraft:
     num_from_model: int
-    """A lookup drafted the rest."""
     kinds: list[int]
     """Sources are compared, not the model's probabilities, so its kinds are all KIND_DEFAULT."""
 
@@ -25,7 +24,6 @@ class LookupAfterModelDrafter(Drafter):
     """Does not ask the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
-        """`drafter` limits the model's tokens. `max_drafts`: per request and step, of both."""
         self._drafter = drafter
         self._lookup = lookup
         self._max_drafts = max_drafts
@@ -75,7 +73,6 @@ class LookupAfterModelDrafter(Drafter):
         return prefers_lookup
 
     def _join_drafts(self, request: Request, max_drafts: int, model_draft: Draft, lookup_draft: Draft) -> Draft:
-        """`lookup_draft`: without the model's."""
         num_from_model = len(model_draft.token_ids)
         if num_from_model:
             lookup_draft = self._lookup.continue_draft(request, model_draft.token_ids, max_drafts - num_from_model)

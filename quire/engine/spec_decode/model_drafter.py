@@ -29,7 +29,7 @@ class DraftBlockLayout:
     block_size: int
     hash_block_size: int
     first_spare_block: int
-    """Each slot has `num_spare_blocks` from here on, for drafts beyond a request's blocks."""
+    """Each slot has `num_spare_blocks` from here on, for drafts."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -45,9 +45,8 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Leading computed tokens, all known at that time."""
+    """All were known when computed."""
     drafts: list[int]
-    """Draft tokens computed after them."""
     block_ids: list[int]
     """The request's own list, which preemption replaces."""
     num_sent_blocks: int
@@ -57,7 +56,6 @@ class _DraftModelState:
 @dataclass(frozen=True, slots=True)
 class _OpenDraft:
     index: int
-    """Among the requests to draft for."""
     request: Request
     token_ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -65,13 +63,11 @@ class _OpenDraft:
 
 class ModelDrafter(TokenwiseDrafter):
     def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
-        """`max_tokens`: per step of the draft model."""
         self._model = model
         self._blocks = blocks
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
         self._slot_requests: dict[int, str] = {}
-        """Request ids by slot."""
         self._hash_of_block: dict[int, bytes] = {}
         self._open_drafts: list[_OpenDraft] = []
 

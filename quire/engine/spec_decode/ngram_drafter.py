@@ -14,14 +14,12 @@ from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 
 NGRAM_LENGTHS = (1, 2, 4, 8)
-"""The longest match is used."""
 MAX_CANDIDATES = 8
-"""Most recent positions compared per n-gram."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
-"""Per request; about 5 ms."""
+"""About 5 ms."""
 MAX_SHARED_TOKENS = 100_000
-"""Per cache salt; up to twice as many are held."""
+"""Up to twice as many are held."""
 MAX_SHARED_SALTS = 64
 
 
@@ -38,7 +36,6 @@ class NgramIndex:
         # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """By n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
         self._num_positions = 0
@@ -73,7 +70,7 @@ class NgramIndex:
 
 
 def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
-    """Also returns the match's length, because longer ones are likelier accepted."""
+    """Also returns the match's length."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(ending, match_position)) > longest:
@@ -101,13 +98,12 @@ def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: S
 class LookupDrafter(Drafter):
     @abstractmethod
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
-        """`ending`: last tokens of the request and of its draft; at least MAX_MATCH_LENGTH, if there are as many."""
+        """`ending`: last tokens of the request and of its draft."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [self.continue_draft(request, [], max_drafts) for request, max_drafts in draft_requests]
 
     def continue_draft(self, request: Request, drafted: Sequence[int], max_tokens: int) -> Draft:
-        """Tokens after those of the request and `drafted`."""
         ending = [*request.token_ids[-MAX_MATCH_LENGTH:], *drafted]
         best, length = _longest_match(ending, self.index_and_find_matches(request, ending))
         if best is None:
@@ -120,7 +116,6 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """(index, number of indexed tokens), by request id."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
