@@ -9,7 +9,6 @@ from quire.engine.common.executor import BlockMover
 
 
 def state_key(digest: bytes) -> bytes:
-    """Key of the snapshot after the block with this hash."""
     return blake2b(digest, digest_size=16, person=b"quire state").digest()
 
 

@@ -28,7 +28,6 @@ _POLL_SECONDS = 0.005
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
-"""Receives the digest, the block, the higher tiers, and the load's generation."""
 
 
 class IncomingSnapshot(NamedTuple):
@@ -45,11 +44,9 @@ class BlockLoad:
     digests: list[Sequence[bytes]]
     """Per block: hashes of its beginnings, then its own."""
     tiers: list[str]
-    """Per block: name of the tier that had it at the lookup."""
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None
-    """Loaded after the blocks."""
     has_snapshot: bool = False
     num_filled: int = 0
     """Leading `blocks` that have arrived."""
@@ -111,7 +108,6 @@ class BlockLoader:
         generation: int,
         snapshot: IncomingSnapshot | None = None,
     ) -> None:
-        """The pool must have room."""
         self._pool.ref(cached_blocks)
         blocks = self._pool.allocate(len(digests))
         self._mover.announce_block_writes(blocks)
@@ -160,7 +156,7 @@ class BlockLoader:
         self._finished_event.wait(_POLL_SECONDS)
 
     def shut_down(self) -> None:
-        """Waits for each thread's current block, at most the timeout."""
+        """Waits at most the timeout."""
         for load in self._open_loads:
             load.waiting = []
         self._threads.shutdown(wait=False, cancel_futures=True)

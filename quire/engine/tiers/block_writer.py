@@ -17,7 +17,7 @@ _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
-    """The engine's loop calls `write_blocks`, `copy_before_reuse` and `discard_queued_and_stored_blocks`."""
+    """The engine's loop calls all public methods except `promote_block`."""
 
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
@@ -25,7 +25,6 @@ class BlockWriter:
         self._tiers = tiers
         self._mover = mover
         self._uncopied: dict[int, bytes] = {}
-        """Full blocks, unchanged until `copy_before_reuse`."""
         self._copy_lock = Lock()
         self._store_lock = Lock()
         self.generation = 0
@@ -34,7 +33,6 @@ class BlockWriter:
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         self.num_not_stored = 0
-        """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:

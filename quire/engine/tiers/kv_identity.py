@@ -24,7 +24,6 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Number of samples of all weight files together, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
 """Even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
@@ -86,7 +85,7 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Takes milliseconds. Another training changes it; a change of a few rows may not. None if files changed."""
+        """Another training changes it; a change of a few rows may not. None if files changed."""
         if self._is_dummy:
             return b"%d" % self._seed
         hasher = blake2b(digest_size=16)
@@ -102,7 +101,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """None if files changed, because the loaded content is then unknown."""
+        """None if files changed."""
         if self._is_dummy:
             return bytes(16)  # the identity includes the seed
         if not self._are_files_unchanged():
@@ -122,7 +121,6 @@ class WeightFiles:
 
 
 def _file_stamps(path: Path) -> list[FileStamp]:
-    """`path`: a folder of safetensors, or a GGUF file, with its other parts."""
     if path.is_dir():
         return [_file_stamp(file) for file in find_weight_files(path)]
     parts = [
@@ -150,7 +148,6 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
-    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

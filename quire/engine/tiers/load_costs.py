@@ -10,16 +10,12 @@ _PROBE_INTERVAL = 32
 
 
 class LoadCosts:
-    """Chooses between loading and computing by measured costs. An unmeasured tier counts as free, so that it gets
-    measured.
-    """
+    """Chooses between loading and computing by measured costs. Unmeasured tiers count as free."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
-        """To compute a prompt token."""
         self.block_seconds: dict[str, float] = {}
-        """To load a block, by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:
@@ -30,7 +26,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
-        """Number of leading blocks that saves most time. `tiers`: of each block."""
+        """Number of leading blocks that saves most time."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

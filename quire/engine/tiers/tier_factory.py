@@ -51,9 +51,7 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader, list[str]]:
-    """Also returns notes. `weight_files`: None if no file has the weights, because a later engine could not verify
-    them.
-    """
+    """Also returns notes. `weight_files`: None if no file has the weights."""
     if not (settings := requested_tier_setting_names(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
