@@ -35,7 +35,7 @@ from quire.kernels.collective import RankEnded
 _GRACE_SECONDS = 2.0
 """Time for the first rank to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""A command may come at any time. Other means detect the first rank's end."""
+"""Other means detect the first rank's end."""
 
 ReadMessage = Callable[[], bytes | None]
 

@@ -14,7 +14,6 @@ class FollowerAdapterLoader:
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}
-        """By slot: True if the load failed."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._loader.load_adapter(slot, adapter)

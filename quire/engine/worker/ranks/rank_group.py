@@ -20,9 +20,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process's part, and wait for all. Its `read_bytes` include all tensor-parallel ranks. The int:
-        bytes of other pipeline stages.
-        """
+        """Load this process's part, and wait for all. The int: bytes of other pipeline stages."""
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""Frames between the first rank and followers. All but steps are utility calls (engine/processes/utility_calls.py)."""
+"""Frames between the first rank and followers. All but steps are utility calls."""
 
 from __future__ import annotations
 
@@ -16,22 +16,19 @@ class RankStart(msgspec.Struct, frozen=True):
     """The first message. The result of START is a LoadedPart."""
 
     config: str
-    """JSON."""
     rank: int
     descriptors: list[int]
     cores: list[int]
-    """Cores to pin the process to; empty: no pinning."""
+    """Empty: no pinning."""
     store: tuple[str, int] | None = None
     """TCPStore address; None with shared memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """Bytes as read or, for pipeline stages, as held in memory."""
+    """Bytes as read or, for pipeline stages, in memory."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    """For pipeline stages."""
     weight_digest: str = ""
-    """"" on a single machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -53,7 +50,6 @@ class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
-"""See KernelVariant."""
 
 
 class RankMethods(ABC):

@@ -45,8 +45,7 @@ STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL takes unreserved memory for calls in graphs: gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS), so Quire sets 0 only when
-it captures graphs.
+(https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS).
 """
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 
@@ -89,11 +88,10 @@ class MultiProcessRanks(RankGroup):
     process_noun: str
     can_share_memory = True
     stop_seconds = STOP_SECONDS
-    """Time for a process to end after its pipe broke."""
 
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
-        """`config`: with local paths. If a process ends unexpectedly, a thread calls `on_end` with the return code (as
-        in subprocess), and every later call raises EngineError.
+        """If a process ends unexpectedly, a thread calls `on_end` with the return code (as in subprocess), and every
+        later call raises EngineError.
         """
         self._config = config
         self._device = chosen.device
@@ -101,7 +99,7 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """Which process ended, and how; "" if none."""
+        """"" if no process failed."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
         self._call_ids = count(START + 1)
@@ -216,7 +214,6 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def follower_command_context(self, message: RankCommand) -> Iterator[None]:
-        """Followers execute `message` during the body."""
         self.send_to_followers(message)
         with self.rank_failures_as_engine_errors():
             yield
@@ -224,7 +221,7 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """Call the method on all followers. Return a function that reads the results.
+        """Return a function that reads the followers' results.
 
         Call that function before the next call. It waits up to the given seconds (None: forever), and raises the
         followers' errors, or EngineError if a result is missing.
@@ -347,7 +344,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """Kill stopped processes (SIGSTOP), because all others wait for them. engine/worker_node.py does the same."""
+    """Kill stopped processes (SIGSTOP), because all others wait for them."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()

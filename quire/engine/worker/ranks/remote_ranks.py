@@ -51,9 +51,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """Index on its machine."""
     pid: int
     host: str
-    """Address at which other ranks reach this one."""
     reply: str
-    """Queue for the JoinVerdict."""
 
 
 class JoinVerdict(msgspec.Struct, frozen=True):
@@ -71,7 +69,6 @@ class RankAssignment(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     """Settings that this machine knows better than machine 0."""
     cores: list[int]
-    """Cores to pin the process to; empty: no pinning."""
     niceness: int
     address: str
     adapter_folder: str
@@ -103,7 +100,6 @@ class RemoteRank:
     def __init__(
         self, store_address: tuple[str, int], rank: int, join_request: JoinRequest, silence: timedelta = SILENCE_TIMEOUT
     ) -> None:
-        """`silence`: then the machine is lost."""
         self.pid, self.host = join_request.pid, join_request.host
         self.is_lost = True
         self._store, self._rank = connect_store(store_address), rank
@@ -127,7 +123,7 @@ class RemoteRank:
         return self._return_code
 
     def kill(self) -> None:
-        """Report the rank as killed and order it to end. Otherwise its worker node kills it once the store is gone."""
+        """Report the rank as killed and order it to end. Otherwise its worker node kills it."""
         with suppress(RuntimeError):  # first: once ordered to end, the rank may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
@@ -145,7 +141,6 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """None once the rank has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -158,7 +153,7 @@ class RemoteRank:
 
 
 class NodeRendezvous:
-    """`host`: numeric address; `store`: where ranks meet."""
+    """`store`: where ranks meet."""
 
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
         """Raises ConfigError if it cannot listen, and ModelError."""

@@ -26,7 +26,6 @@ _PROBE_MODULUS = 251
 
 
 def open_store(listener: socket.socket) -> dist.TCPStore:
-    """Listens while the result lives."""
     host, port, *_ = listener.getsockname()
     descriptor = listener.detach()
     return dist.TCPStore(
@@ -62,9 +61,7 @@ def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """All-reduce a few megabytes. Raises ConfigError if this fails, takes over `seconds`, or gives a wrong sum, as GPUs
-    behind some IOMMUs do.
-    """
+    """Raises ConfigError if a sum fails, takes over `seconds`, or is wrong, as on GPUs behind some IOMMUs."""
     try:
         wrong = _find_all_reduce_error(group, device, seconds)
     except (RankEnded, RuntimeError) as error:
@@ -96,7 +93,7 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
 
 
 def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
-    """Environment of a rank's process; None: this process's."""
+    """None: this process's environment."""
     if device.type != "cuda":
         return None
     is_hip = torch.version.hip is not None

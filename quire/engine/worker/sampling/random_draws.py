@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _XTC_STREAM = 0x5DEECE66D1B7C3A5
-"""Combined with the seed, so that XTC's draws are independent of those that sample tokens."""
+"""Makes XTC's draws independent of those that sample tokens."""
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -18,7 +18,6 @@ def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def xtc_draw(seed: int, position: int) -> float:
-    """In [0, 1)."""
     return float(_uniform_array([seed], [position], _XTC_STREAM)[0])
 
 

@@ -40,7 +40,7 @@ def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor |
 
 
 def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> Iterator[Tensor]:
-    """Masks of the tokens to keep. The caller applies each to `scaled` before it takes the next."""
+    """The caller applies each mask to `scaled` before it takes the next."""
     if 0 < params.top_k < len(scaled):
         yield scaled >= torch.topk(scaled, params.top_k).values[-1]
     if params.typical_p < 1:

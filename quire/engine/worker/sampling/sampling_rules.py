@@ -28,11 +28,10 @@ class RequestSamplingRules:
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
-    """int64."""
     biases: dict[int, float]
     """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
-    """Biases, and -inf for tokens that end the answer."""
+    """-inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
     """Two or more tokens. The last may not follow the others."""
     penalties: tuple[float, float, float] | None
@@ -47,7 +46,6 @@ class RequestSamplingRules:
         return self.allowed_token_ids is not None or bool(self.bad_words) or -np.inf in added.values()
 
     def kernel_filters(self, vocab: int) -> tuple[int, float, float]:
-        """top_k, top_p and min_p for the sampling kernel."""
         if self.has_rare_filters:
             return vocab, 1.0, 0.0
         top_k = self.params.top_k
@@ -96,7 +94,6 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
-    """[R, L] int64; None if no row lists tokens."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None
@@ -110,7 +107,7 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """Each step makes hundreds. A frozen dataclass takes three times as long as a tuple."""
+    """Each step makes hundreds, and a frozen dataclass takes three times as long."""
 
     rules: RequestSamplingRules
     seed: int
@@ -133,7 +130,6 @@ class SamplingRow(NamedTuple):
 
 NO_TOKEN_LEFT = -2
 IndexedRow = tuple[int, SamplingRow]
-"""Index in the logits, and row."""
 
 
 class LogitsProcessor(Protocol):

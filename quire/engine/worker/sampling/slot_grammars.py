@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""Later replacements of a failed lexer are exclusive, and each compiles the grammar."""
+"""Later replacements of a failed lexer each compile the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarBitmask:
-    """Other rows are unconstrained."""
-
     rows: list[int]
     bitmask_words: np.ndarray
     """[len(rows), words] int32: bit i of word w allows token 32 w + i."""
@@ -41,11 +39,10 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """Answer tokens that the grammar has followed. A change of lexer starts over."""
+    """Those that the grammar has followed."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
-        """False if not allowed, or on a lexer error."""
         if self.matcher.consume_token(token):
             self.tokens.append(token)
             return True
@@ -144,7 +141,6 @@ class SlotGrammars:
     def advance_and_get_failure(
         self, slot: int, new_request: NewRequestData, token_ids: list[int]
     ) -> RequestFailure | None:
-        """Does nothing if the slot has another owner."""
         if self._requests.get(slot) is not new_request:
             return None
         self._advance_matcher(slot, token_ids)
