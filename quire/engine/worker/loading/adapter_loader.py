@@ -45,10 +45,8 @@ class ModelAdapterLoader:
         self._max_rank = max_rank
         self._max_cached = max_cached
         self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """Least recently used first."""
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
-        """(slot, adapter, result or error message)."""
         self._load_finished = threading.Event()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:

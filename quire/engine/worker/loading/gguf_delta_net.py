@@ -16,7 +16,6 @@ from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
 _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
-"""All rows belong to value heads."""
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:

@@ -1,5 +1,3 @@
-"""Calibrated KV scales of compressed-tensors and FP8 checkpoints."""
-
 from __future__ import annotations
 
 import math

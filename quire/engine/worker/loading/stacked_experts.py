@@ -23,7 +23,6 @@ _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
 def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_size: int) -> TensorStream:
-    """Yields views."""
     for name, tensor in stream:
         if (granite := _GRANITE_NAME.match(name)) is not None and tensor.ndim == 3:
             yield from _split_gate_up_halves(granite[1], tensor, down=bool(granite[2] or granite[3]))

@@ -33,7 +33,6 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
-    """`default`: for models that Quire computes itself."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 
@@ -136,7 +135,6 @@ class _BatchTrial:
         return [*(step for step in steps if step), last]
 
     def compute_logits(self, rows: Sequence[tuple[int, int, int]]) -> dict[int, Tensor]:
-        """`rows`: (sequence, start, count)."""
         ids = torch.cat([self._token_ids[row][start : start + count] for row, start, count in rows])
         hidden = self._model.forward(
             ids, self._attention_metadata(rows), self._kv_cache, torch.arange(len(ids), device=ids.device)

@@ -36,7 +36,6 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
-"""Their files are in memory."""
 _MOUNT_INFO = Path("/proc/self/mountinfo")
 
 
@@ -89,9 +88,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Load inside this context. On exit, weights are final. Raises ConfigError if the disk is full or offloading is
-    impossible.
-    """
+    """On exit, weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
@@ -123,7 +120,6 @@ def _value_error_as_config_error(config: EngineConfig) -> Iterator[None]:
 
 
 def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list[int]:
-    """Approximate."""
     table, sizes = model.parameters(), list[int]()
     for index in model.layers:
         layer_table = {name: each for name, each in table.items() if name.startswith(f"model.layers.{index}.")}
@@ -140,7 +136,6 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """ "" if unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

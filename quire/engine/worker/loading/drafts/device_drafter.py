@@ -36,8 +36,6 @@ class DeviceDrafter(Protocol):
 
 
 class LoadedDrafter(Protocol):
-    """A drafter without KV blocks."""
-
     is_on_all_ranks: ClassVar[bool]
     """Otherwise it is on the first rank only."""
 
@@ -57,9 +55,7 @@ class LoadedDrafter(Protocol):
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
     ) -> StartedDrafter:
-        """Allocate KV blocks for as many tokens as the served model has, and spare ones for drafts. `make_runner`: for
-        draft heads.
-        """
+        """Allocate KV blocks for as many tokens as the served model has, and spare ones for drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ from quire.engine.common.config import EngineConfig
 
 
 class SpareBlockLayout(NamedTuple):
-    """See DraftBlockLayout in engine/spec_decode/model_drafter.py."""
-
     first_spare_block: int
     spare_per_slot: int
     max_model_len: int

@@ -9,9 +9,7 @@ from quire.engine.worker.device_plan import DevicePlan
 
 
 def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
-    """Upper bound before weights are loaded; make_kv_cache_plan decides. Raises ConfigError if the model or KV cache
-    cannot hold it.
-    """
+    """Upper bound before weights are loaded. Raises ConfigError if the model or KV cache cannot hold it."""
     check_max_model_len(model_config, config.max_model_len)
     state_itemsize, kv_itemsize = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
     states = chosen.spec.kv_cache_specs

@@ -24,16 +24,14 @@ class LoadedModel:
     read_bytes: int
     """Of the weights in files, before online quantization."""
     kv_groups: KVCacheGroups
-    """Groups of all pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
     shard: ModelShard = UNSHARDED
     decoder_class: type[Decoder] = Decoder
-    """Ignored by the transformers backend."""
     stage: int = -1
-    """By default the last, which without a pipeline has all layers."""
+    """Default: the last, which without a pipeline has all layers."""
 
 
 WHOLE_MODEL = ModelPart()
