@@ -27,7 +27,7 @@ def describe_layout(tensors: Sequence[Tensor], identity: str) -> str:
 
 
 class HostBlockMover:
-    """Uses NumPy, which blocks neither Python nor PyTorch's threads."""
+    """NumPy blocks neither Python nor PyTorch's threads."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> None:
         self.layout = describe_layout(tensors, identity)
@@ -93,5 +93,4 @@ class CudaBlockMover:
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """[tensors, blocks, bytes], same memory."""
     return tensor.view(torch.uint8).flatten(2)

@@ -42,7 +42,6 @@ from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_
 
 _PREFAULT_FRACTION = 1 / 8
 _PREFAULT_BYTES = 512 * 2**10
-"""Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
 """Found in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
 
@@ -61,9 +60,7 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError with the arithmetic if none are
-    left.
-    """
+    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError."""
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
@@ -229,7 +226,6 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Of one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
@@ -251,7 +247,6 @@ def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
 
 
 def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequence[LayerCache] = ()) -> KVCache:
-    """Block tensors, then slot states."""
     layers = model.block_tensor_specs(tensors[0].shape[1] if tensors else 1)  # a stage may have slot states only
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, tensors, strict=True)}
@@ -276,7 +271,7 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
 
 
 def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
-    """For large blocks, contiguous by token or piece. `own_range`: this rank's tokens."""
+    """`own_range`: this rank's tokens."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
     for each in tensors:
         end = count * each.shape[2] // len(own_range)
@@ -284,7 +279,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Layers of equal shape share tensors to save memory, so results are wrong."""
+    """Results are wrong, because layers of equal shape share tensors."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -317,7 +312,6 @@ class KVPrefaulter:
         self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
 
     def touch_next(self) -> bool:
-        """False when done."""
         begin = max(self._num_used, self._num_touched)
         end = min(begin + self._blocks_per_touch, self._num_used + self._max_blocks_ahead, self._num_blocks)
         if begin >= end:
@@ -330,12 +324,9 @@ class KVPrefaulter:
 
 
 class GpuMemory(NamedTuple):
-    """Bytes of one GPU."""
-
     total: int
     free: int
     allocator: int
-    """Held by PyTorch's allocator."""
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
@@ -386,7 +377,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
-    """`backend`: None for encoders, whose weights are not quantized."""
+    """`backend`: None for encoders."""
     advice = (
         "serve a smaller model"
         if backend is None
@@ -397,7 +388,7 @@ def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextMan
 
 
 def _smaller_weights_advice(*, keeps_weights_quantized: bool) -> str:
-    """Backends in plain PyTorch, which serve on T4, MPS and XPU, expand quantized weights."""
+    """Backends in plain PyTorch expand quantized weights."""
     if keeps_weights_quantized:
         return "use --quantization int4 or a smaller model"
     return "serve a smaller model (--quantization saves no memory with this attention backend)"

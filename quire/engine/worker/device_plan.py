@@ -49,7 +49,7 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""By CUDA major version, from NVIDIA's minor version compatibility table."""
+"""From NVIDIA's minor version compatibility table."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
 first product.
@@ -57,7 +57,6 @@ first product.
 
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError for unsupported attention or recurrence."""
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
     on_cpus = f"ALiBi of attention ({kind}) is served only on CPUs so far: --device cpu"
@@ -107,8 +106,8 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
-    """Return the device. Raises ConfigError if this replica would share its GPU with others. Replicas with their own
-    GPUs are started with --device cuda or xpu (client/replica_shares.py).
+    """Raises ConfigError if this replica would share its GPU with others. Replicas with their own GPUs are started with
+    --device cuda or xpu (client/replica_shares.py).
     """
     is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
     refuse_setting_if(
@@ -185,7 +184,6 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
-    """Why this is not the checkpoint's dtype."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
@@ -209,8 +207,8 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and fast attention needs
-    16 bits. Older GPUs have tensor cores only for float16. Other devices: see kernels/gpu/other_devices.py.
+    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32. Older GPUs have tensor
+    cores only for float16.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -234,8 +232,8 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """On CPUs, float16 takes many times as long as bfloat16, which has at least its range, with 8 bits instead of 11.
-    float32 keeps all bits in twice the memory.
+    """On CPUs, float16 takes many times as long as bfloat16, which has at least its range. float32 keeps all bits in
+    twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -272,7 +270,6 @@ class DevicePlan:
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """ "auto": the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -285,8 +282,8 @@ def choose_device_plan(
     *,
     backend_tried: bool = False,
 ) -> DevicePlan:
-    """`progress`: called while a child process tries a backend. `backend_tried`: another rank tried the backend on such
-    a GPU. Raises ConfigError.
+    """`progress`: called while a child process tries a backend. `backend_tried`: another rank tried it. Raises
+    ConfigError.
     """
     check_transformers_settings(config, model_config)
     device = choose_device(config)

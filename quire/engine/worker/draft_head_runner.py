@@ -32,11 +32,9 @@ class HiddenStates:
     sample_hidden: Tensor  # [R, hidden]
     all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
     aux_hidden: Sequence[Tensor] = ()
-    """[T, hidden] each."""
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,6 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """None if outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -301,7 +298,6 @@ def _slot_mapping(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
 
 
 def _dummy_decode_metadata(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """All sequences share blocks."""
     whole = prefill_metadata(1, length, block_size, device)
     return AttentionMetadata(
         query_start=torch.arange(count + 1, dtype=torch.int32, device=device),

@@ -9,7 +9,6 @@ from quire.kernels.backend import AttentionMetadata
 
 
 def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
-    """Shortened to the longest context."""
     length = min(length, slots.max_blocks * slots.block_size)
     return dummy_step_inputs(slots, 1, length, length)
 

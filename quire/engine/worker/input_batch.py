@@ -38,7 +38,6 @@ class SampleTargets:
     """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
-    """[R]: each position's row."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, equal to the number of tokens so far
     device_slots: Tensor  # both on the device
@@ -56,7 +55,7 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """Token ids stay on the device, because a step reads tokens that the host has not seen."""
+    """Token ids stay on the device, because the host has not seen all of them."""
 
     def __init__(
         self,
@@ -98,7 +97,6 @@ class InputBatch:
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """Set only if graphs need it."""
         self._rope_offsets: Tensor | None = None
         """[slots] int64; None until used."""
         if scratch_block is not None:
@@ -124,7 +122,6 @@ class InputBatch:
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """Both are [T] int64."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -175,7 +172,7 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a new owner's state length is unknown. No graph can then run."""
+        """False if a new owner's state length is unknown, so that no graph can run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -185,7 +182,6 @@ class InputBatch:
         return True
 
     def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
-        """[rows] bool."""
         return self._state_lengths[slots] >= 0
 
     def set_state_lengths_and_get_previous(
@@ -208,7 +204,6 @@ class InputBatch:
         return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.adapter_context(slots))
 
     def adapter_context(self, slots: np.ndarray) -> LinearContext:
-        """`slots` [T] int64."""
         adapters = self.adapter_slots[slots]
         if not adapters.any():
             return NO_ADAPTERS
@@ -374,11 +369,9 @@ class InputBatch:
 
     @property
     def _block_table_with_group_axis(self) -> np.ndarray:
-        """[slots, blocks, groups]."""
         return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
 
     def _slot_mapping(self, token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[T, groups] int64."""
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
@@ -403,7 +396,6 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
-    """[rows] each to [counts, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each

@@ -61,7 +61,7 @@ def warm_up_runner(
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """Return notes. A kernel that fails here may work when a step needs it, or that step explains the error."""
+    """A kernel that fails here may work when a step needs it, or that step explains the error."""
     if find_spec("triton") is None:
         return []
     began = clock()

@@ -45,8 +45,6 @@ class QuantizedFormat(ABC):
 
 
 class ChannelFormat(QuantizedFormat):
-    """8 bits with a scale per output."""
-
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self.format_name = f"{kind}-quantized"

@@ -1,6 +1,6 @@
-"""SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others and use up the 8
-bits. Each input is divided by a factor, which becomes part of the norm, and its weights are multiplied by it:
-max|input|^a / max|weight|^(1 - a).
+"""SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others. Each input is
+divided by a factor, which becomes part of the norm, and its weights are multiplied by it: max|input|^a / max|weight|^(1
+- a).
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 @dataclass(frozen=True, slots=True)
 class ActivationRange:
-    """Of a norm that only linears read."""
-
     norm: str
     offset: float
     """Added to the norm's weights."""
@@ -67,7 +65,6 @@ def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> li
 
 
 def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
-    """Norms that only linears read."""
     norms = dict[str, SmoothableNorm]()
     for part in layer:
         for each in part.smoothable_norms():
@@ -133,7 +130,6 @@ class Smoothing:
 
 
 def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """float32 norm vectors [n], and column maxima of absolute weights."""
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in _iter_module_weights(path):
         for own in arrangement.map_module_name(name):

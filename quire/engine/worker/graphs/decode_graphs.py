@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
 
-A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions). All else has
-fixed device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows. All
-graphs of a size share buffers. Further graphs sample greedily, and run draft heads once tokens are stored.
+A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions). Padding rows
+use a scratch slot. With LoRA, some graphs have adapter slots in their rows. All graphs of a size share buffers. Further
+graphs sample greedily, and run draft heads once tokens are stored.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quire.kernels.probes.backend_probe import GraphCapture
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Rows, up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""In tokens. Each further graph allows four times more. Kernels split work by a graph's longest context, so a single
-graph would be slow for short contexts.
+"""In tokens. Each further graph allows four times more. Kernels split work by a graph's longest context, so one graph
+for all contexts would be slow for short ones.
 """
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
@@ -50,7 +50,6 @@ class StepFunctions:
 
 
 _GraphKey = tuple[int, int | None, int]
-"""Rows, max blocks (None: sampling), row parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,6 @@ def graph_sizes(slots: InputBatch) -> list[int]:
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Blocks of each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -85,17 +83,15 @@ class DecodeGraphs:
         adapters: bool = False,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily."""
         self._functions = functions
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """By rows and blocks; captured with the first decode graph of that key."""
+        """Captured with the first decode graph of that key."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
         self._row_parts = (2, 3) if adapters else (2,)
-        """3 with adapter slots."""
         self._sample_sizes = (
             [] if functions.sample is None else [size for size in self._sizes if size <= MAX_SAMPLE_ROWS]
         )

@@ -1,5 +1,5 @@
 """CUDA graphs of drafting. A draft token takes one upload and two graphs: one samples and stores the token, the other
-advances the state. States stay on the device, by slot. Sampling that is not greedy is eager.
+advances the state. Sampling that is not greedy is eager.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ AdvanceFunction = Callable[[Tensor, int], Tensor]
 class _GraphKey(NamedTuple):
     size: int
     max_blocks: int | None
-    """None: sampling."""
     draft_index: int = 0
     """0 unless samplers differ."""
 
@@ -81,7 +80,6 @@ class DraftHeadGraphs:
         )  # the next draft may overwrite it before it is downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
-        """Advances the uploaded rows."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
         if (graph := self._get_or_capture_graph(key)) is not None:

@@ -48,7 +48,6 @@ class GraphSet(Generic[GraphKey]):
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: ranks that capture the same graphs."""
         self._capture = capture
         self._device = device
         self._group = group
@@ -112,7 +111,6 @@ class CudaGraphCapture:
     """Kept, because PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
-        """`allocator`: PyTorch's private functions."""
         self._allocator = allocator
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -138,7 +136,7 @@ class CudaGraphCapture:
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory used by several
-        streams would never be freed, and nothing else could be captured into the pool.
+        streams would then never be freed, and nothing else could be captured into the pool.
         """
         device = self._stream.device_index
         with suppress(Exception):  # ended properly or never began

@@ -24,7 +24,7 @@ class GraphableSteps:
         aux_layers: Sequence[int] = (),
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
-        """`aux_layers`: layers that draft heads read. `compute_head_states` runs after sampling."""
+        """`compute_head_states` runs after sampling."""
         self._model = model
         self._kv_cache = kv_cache
         self._input_batch = slots
@@ -76,6 +76,5 @@ class GraphableSteps:
         return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)
 
     def split_hidden(self, side_by_side: Tensor) -> list[Tensor]:
-        """Hidden states, then auxiliary ones."""
         count = 1 + len(self._aux_layers)
         return [side_by_side] if count == 1 else [each.contiguous() for each in side_by_side.chunk(count, dim=1)]

@@ -8,7 +8,7 @@ maximum length (kernels/gpu/prefill_decode_split.py).
 vLLM has a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
 attention from the host takes most of a small step's time.
 
-A key is captured in an idle moment after a step first asks for it, or when a step asks again, up to MAX_MIXED_GRAPHS.
+A key is captured in an idle moment after a step first asks for it, or when a step asks again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class MixedGraphKey(NamedTuple):
     num_prefill_tokens: int
     max_blocks: int
     row_parts: int
-    """3 with adapters, otherwise 2."""
 
     @property
     def num_total_rows(self) -> int:
@@ -93,7 +92,6 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """Graphs for a single prompt, then those that steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
@@ -178,7 +176,6 @@ class MixedBatchGraphs:
         return False
 
     def _capture_graph(self, key: MixedGraphKey) -> None:
-        """Computes only scratch rows."""
         buffers = self._get_buffers(key)
         copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
         self.graph_set.capture_graph(
@@ -217,7 +214,6 @@ class MixedBatchGraphs:
         return inputs
 
     def _build_inputs_and_output_indices(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, sample indices, and indices of all tokens in batch order."""
         key = graph_plan.key
         rows = graph_plan.scheduler_output.scheduled_requests
         is_chunk = ~graph_plan.is_decode

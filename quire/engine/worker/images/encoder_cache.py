@@ -17,7 +17,7 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""Salt and digest. Tenants with other salts cannot tell by timing that an image is cached."""
+"""Tenants with other salts cannot tell by timing that an image is cached."""
 
 
 class _PartialEncoding:
@@ -50,17 +50,13 @@ class ImageEncoderCache:
         self.max_bytes = max_bytes
         """The last image is always kept."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
-        """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """By slot. Several slots may share one."""
         self.num_encoded = 0
-        """Images, or parts of images."""
 
     def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
-        """Encodes whole images of one size together."""
         if self._tower is None:
             return
         for slot in (*scheduler_output.freed_slots, *(each.slot for each in scheduler_output.new_requests)):
@@ -138,7 +134,6 @@ class ImageEncoderCache:
         return features
 
     def _store_features(self, key: CacheKey, features: Tensor) -> None:
-        """Evicts only other images."""
         self.num_encoded += 1
         self._cache[key] = features
         self._cached_bytes += features.nbytes
@@ -148,7 +143,7 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """The part with the most patches of a black square of `side` pixels."""
+    """The part with the most patches."""
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))

@@ -12,8 +12,6 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 
 class ImagePositions:
-    """Adds images to a step's attention metadata."""
-
     def __init__(self, vision: VisionSpec) -> None:
         self._vision = vision
         self.uses_mrope = vision.uses_mrope
@@ -62,7 +60,6 @@ class ImagePositions:
         )
 
     def rope_offset(self, new_request: NewRequestData) -> int:
-        """Added to positions after the last image."""
         table = self._coordinate_table(new_request)
         return int(table[-1].max()) + 1 - len(table) if len(table) else 0
 

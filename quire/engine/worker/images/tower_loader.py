@@ -39,7 +39,7 @@ class LoadedTower(NamedTuple):
     text_only_reason: str = ""
     weight_bytes: int = 0
     encoding_bytes: int = 0
-    """A GPU's peak."""
+    """A GPU's peak memory."""
 
 
 def load_tower(

@@ -19,7 +19,7 @@ SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Longest wait for another process's kernels. Then this process compiles them too."""
+"""Then this process compiles other processes' kernels too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 """flash-attn 4 and its libraries raise if they cannot write there. Unset, they use the temporary folder."""
@@ -51,9 +51,9 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock in steps that compile kernels. Replicas that start together then compile each kernel once, because
-    the next process finds it in the cache. `progress` is called during the wait. On file systems without locks nobody
-    waits. The system frees the lock of a process that ends.
+    """Hold the lock in steps that compile kernels. Replicas that start together then compile each kernel once.
+    `progress` is called during the wait. On file systems without locks nobody waits. The system frees the lock of a
+    process that ends.
     """
     lock: int | None = None
     with suppress(OSError):
@@ -103,7 +103,6 @@ def _copy_shipped_kernels(folder: Path) -> None:
 
 
 def _find_write_error(folder: Path) -> str | None:
-    """Creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):

@@ -13,11 +13,10 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
-"""Tiles depend on rows: in products up to 16, 32, 64 or more; in attention up to 16, 64 or more, times heads per group;
-experts have a share of the rows.
+"""Tiles depend on rows: in products up to 16, 32, 64 or more; in attention up to 16, 64 or more, times heads per
+group.
 """
 _LONG_CONTEXT = 4096
-"""Such contexts are split."""
 _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
 
 
@@ -79,7 +78,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """The inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
+    """As full prompts (for MLA) and with drafts (for recurrent states)."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()
@@ -102,7 +101,6 @@ def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
 
 
 def _launch_sampler_variants(logits: torch.Tensor, slots: InputBatch) -> None:
-    """The same launches as in device_sampler.py."""
     from quire.kernels.gpu import triton_logits, triton_sampling
 
     rows, table = len(logits), slots.token_ids

@@ -38,7 +38,6 @@ class KVCacheSizer:
         self._groups = groups
         self._block_size = block_size
         self._num_ranks = model.shard.world_size // config.nnodes
-        """Ranks on one machine."""
 
     def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
         """`measure_available`: bytes on all ranks. Raises ConfigError."""

@@ -36,7 +36,7 @@ class StartedWorker:
     and delays every token by a step.
     """
     micro_batches: int = 1
-    """Steps that keep all pipeline stages busy. Their requests are disjoint."""
+    """Steps that keep all pipeline stages busy."""
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
     collective_rpc: CollectiveRPC | None = None

@@ -1,6 +1,6 @@
 """Why a GPU that seems to be there is not used. A start with --device auto then reports this and serves on the CPU.
 
-An NVIDIA driver that PyTorch cannot use ends the start instead (device_plan.py).
+A driver that PyTorch cannot use ends the start instead (device_plan.py).
 """
 
 from __future__ import annotations

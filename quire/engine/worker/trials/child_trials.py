@@ -42,10 +42,8 @@ class ChildTrials:
     describe_machine: Callable[[], dict[str, str]]
     progress: Callable[[], None]
     retry_failures: bool = False
-    """Ignore saved failures."""
     timeout_seconds: float = _TIMEOUT_SECONDS
     worker: Sequence[str] = TRIAL_WORKER
-    """Arguments for Python."""
 
     def find_failure(self, backend: FlashPagedBackend, probes: Sequence[PagedAttentionProbe]) -> str | None:
         """Return the reason; None if all probes pass, now or in an earlier start."""

@@ -1,5 +1,3 @@
-"""Messages to and from a trial's child process."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,8 +15,6 @@ READY = b"ready\n"
 
 
 class ProbeSettings(msgspec.Struct, frozen=True):
-    """Fields of a PagedAttentionProbe."""
-
     values: dict[str, str | int | float | bool | None]
     """Devices and dtypes by name."""
     uses_graph: bool

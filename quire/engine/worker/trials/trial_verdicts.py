@@ -46,7 +46,6 @@ class _VerdictFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe_machine(device: torch.device, driver: str | None) -> dict[str, str]:
-    """The card, and every version that may change what a library computes."""
     machine = {
         "card": torch.cuda.get_device_name(device),
         "compute capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
@@ -77,9 +76,7 @@ def verdict_path(folder: Path, key: VerdictKey) -> Path:
 
 
 def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
-    """None if there is no verdict for this key. A file with other content is ignored, and the next verdict
-    replaces it.
-    """
+    """None if there is no verdict for this key. The next verdict replaces a file with other content."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_VerdictFile)
     except FileNotFoundError:
