@@ -33,7 +33,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 class EngineCore:
-    """Raises ConfigError if it cannot start."""
+    """Raises ConfigError."""
 
     def __init__(
         self,
@@ -141,7 +141,6 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Of the step whose results the last `step` call returned, if any."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:

@@ -41,12 +41,9 @@ _ERROR_LINGER_MS = 30_000
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
-    """Of the next engine; None: sleep."""
 
 
 class EngineLetGo(Exception):
-    """These calls are answered after the engine is released."""
-
     def __init__(self, config: EngineConfig | None) -> None:
         super().__init__()
         self.config = config

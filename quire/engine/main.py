@@ -1,7 +1,7 @@
 """`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process. Its configuration is a line of JSON on stdin.
 
-Torch is imported last, because three threads must run first. They send heartbeats to the parent, exit when the parent
-is gone, and distinguish other processes' signals from this process's own faults.
+Torch is imported last. Before that, three threads must send heartbeats to the parent, exit when the parent is gone, and
+distinguish other processes' signals from this process's own faults.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import ctypes
 
 
 class _MallInfo2(ctypes.Structure):
-    """glibc's struct mallinfo2. hblkhd: bytes by mmap; uordblks: all others."""
+    """glibc's struct mallinfo2."""
 
     _fields_ = [
         *((f"unused{number}", ctypes.c_size_t) for number in range(4)),

@@ -18,12 +18,10 @@ _ALREADY_DONE = "this is always so"
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
     text: str
-    """Why the flag changes nothing, or what to do instead."""
     is_harmless: bool
     value_kind: str
     """"": no value. "=": one. "+": any number."""
     default_values: tuple[str, ...] = ()
-    """Values without effect."""
 
     def redundancy_reason(self, value: str) -> str:
         """ "" if this value would have an effect."""
@@ -40,7 +38,6 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """By name without dashes."""
     table = _read_table()
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
@@ -64,7 +61,6 @@ def is_server_only(name: str) -> bool:
 
 @cache
 def flag_aliases() -> Mapping[str, str]:
-    """Our flag by another server's, without dashes."""
     return {theirs: ours for ours, names in _read_table()["same"].items() for theirs in names.split()}
 
 

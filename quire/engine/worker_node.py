@@ -190,7 +190,6 @@ class WorkerNode:
                 return
 
     def _print_for_first_rank(self, local_rank: int, text: str) -> None:
-        """Prints once per machine, not once per rank."""
         if local_rank == 0:
             print(f"quire serve: {text}", file=sys.stderr, flush=True)
 

@@ -27,7 +27,7 @@ from quire.engine.worker.warmup import warm_up_runner
 
 
 class EngineCoreBuilder:
-    """Starts the worker. Do not keep this object, because it holds the weights."""
+    """Do not keep this object, because it holds the weights."""
 
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
         """`tensors`: weights by checkpoint name, instead of files. Raises ConfigError."""
