@@ -1,5 +1,5 @@
-"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible, because it does
-not help when a larger file is read repeatedly from beginning to end.
+"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible, because caching
+does not help when a larger file is read repeatedly.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from quire.kernels.streaming.weight_offloader import OffloadCounts
 _CHUNK_BYTES = 64 << 20
 """Bytes per mapping, and the most bytes that loading leaves unwritten."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Per rebalance."""
+"""Applies per rebalance."""
 _REPLACEMENT_FACTOR = 1.25
 """An expert replaces a pinned one that is used less than 1 / this times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
@@ -137,7 +137,7 @@ class MappedDiskExperts(DiskExperts):
         """memory: bytes for the most used experts. The caller must set a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Steps."""
+        """Rebalances after this many steps."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
