@@ -96,7 +96,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums do not depend on other rows. Nor do its bits if tiles are fixed."""
+    """A row's sums do not depend on other rows. With fixed tiles, neither do its bits."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup

@@ -1,5 +1,5 @@
-"""scaled_dot_product_attention over gathered KV, for GPUs without a paged kernel, such as those before compute
-capability 8.0. Gathering reads and writes KV again, so a decode takes about three times as long.
+"""scaled_dot_product_attention over gathered KV, for GPUs without a paged kernel. Gathering reads and writes KV again,
+so a decode takes about three times as long.
 """
 
 from __future__ import annotations

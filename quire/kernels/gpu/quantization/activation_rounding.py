@@ -19,7 +19,7 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
-"""Of BLOCK inputs."""
+"""A block has BLOCK inputs."""
 _ROW_BLOCK = 4096
 _GATE_BLOCK = 2048
 _TRIAL_SHAPE = (17, 4096)
@@ -28,7 +28,7 @@ _TRIAL_SHAPE = (17, 4096)
 @dataclass(frozen=True, slots=True)
 class EightBitRounding(ActivationRounding):
     is_integer: bool
-    """Otherwise float8."""
+    """If False, x is rounded to float8."""
     has_block_scales: bool
     """One scale per BLOCK inputs of a row, [blocks, rows]. Otherwise [rows]."""
     pair_distance: int

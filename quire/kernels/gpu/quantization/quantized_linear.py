@@ -140,7 +140,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """For many rows."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS

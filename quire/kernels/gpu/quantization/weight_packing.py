@@ -42,7 +42,6 @@ class PackedWeight:
     inputs_per_step: int
     out_features: int
     input_order: Tensor | None = None
-    """As in GroupedWeight."""
     rounds_activations: bool = False
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""

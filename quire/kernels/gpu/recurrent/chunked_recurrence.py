@@ -20,9 +20,9 @@ from quire.kernels.recurrent.recurrence import RecurrentStates
 from quire.kernels.recurrent.state_space import StateSpace
 
 MIN_CHUNKED_TOKENS = 32
-"""Tokens of a sequence."""
+"""Counts the tokens of a sequence."""
 _MAX_KEY_DIM = 128
-"""More is untested."""
+"""Larger sizes are untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3
 """Columns of a head's matrix per program. One prompt with 32 heads of 128 columns nearly fills an H100. Stages take up
 to 218 of its 227 KB of shared memory.
