@@ -28,14 +28,12 @@ LayerCache = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class LinearContext:
-    """LoRA adapters of a linear's input rows."""
-
     adapter_slots: Tensor | None = None  # [rows] int64; None: no row has an adapter
     row_order: Tensor | None = None  # [rows] int64, GPU only: row indices sorted by adapter
 
     @classmethod
     def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
-        """Can be recorded in CUDA graphs."""
+        """CUDA graphs can record this."""
         return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
     def select_rows(self, rows: Tensor) -> LinearContext:

@@ -1,1 +1,1 @@
-"""Shared with architecture specs; never imports torch."""
+"""Architecture specs share these. Never imports torch."""

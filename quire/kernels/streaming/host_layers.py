@@ -19,7 +19,7 @@ from quire.kernels.backend import Backend, Linear
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 
 _ALIGNMENT = 256
-"""Bytes, as in PyTorch's allocator."""
+"""In bytes, as in PyTorch's allocator."""
 
 
 @runtime_checkable
