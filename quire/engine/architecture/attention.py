@@ -38,7 +38,6 @@ class AttentionLayerSpec(SublayerSpec):
     """The sigmoid of a gate, projected like queries, multiplies the outputs."""
     head_gates: bool = False
     output_norm: bool = False
-    """Before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None
     output_scale: float = 1.0
     input_size: int | None = None

@@ -59,7 +59,6 @@ class DecoderSpec:
         return shapes if self.tie_embeddings else shapes | self.head_shapes()
 
     def outer_shapes(self) -> ParameterShapes:
-        """Excludes layers and the head."""
         hidden = self.hidden_size
         shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (self.vocab_size, hidden)}
         if self.positions is not None:

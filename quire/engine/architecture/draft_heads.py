@@ -48,9 +48,9 @@ class EagleSpec:
     aux_layers: tuple[int, ...] = ()
     """Decoder layers whose inputs EAGLE-3 reads."""
     norm_before_residual: bool = False
-    """EAGLE-3 only."""
+    """Only EAGLE-3 sets this."""
     draft_vocab_size: int | None = None
-    """EAGLE-3 only; None: the decoder's head."""
+    """Only EAGLE-3 sets this; None: the decoder's head."""
     has_token_map: bool = False
     """The draft head's token ids differ from the decoder's."""
 

@@ -40,9 +40,7 @@ class EncoderWeightNames:
     relative_attention_bias: str | None = None
     """[buckets, heads]."""
     layer_scales: tuple[str, str] | None = None
-    """Per-channel factors of both sublayers' outputs."""
     qk_norms: tuple[str, str] | None = None
-    """Over all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,9 @@ class EncoderSpec:
     num_buckets: int = 0
     bias: bool = True
     qkv_bias: bool = True
-    """Only with `bias`."""
+    """Has an effect only with `bias`."""
     up_bias: bool = True
-    """Only with `bias`."""
+    """Has an effect only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
     gate_last: bool = False

@@ -20,7 +20,6 @@ class MLPSpec(SublayerSpec):
     """Gated: silu or gelu_tanh. Ungated: all but silu."""
     input_norm: bool = True
     output_norm: bool = False
-    """Before the residual addition."""
     parallel: bool = False
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False

@@ -48,7 +48,6 @@ class MoELayerSpec(SublayerSpec):
     """None: experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
-    """Before the residual addition."""
     router_bias: bool = False
     float_router: bool = False
     correction: str | None = None
@@ -109,7 +108,6 @@ class MoELayerSpec(SublayerSpec):
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Shared expert and latent projections."""
         shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
             prefix, size = f"{layer}.{shared.name}", shared.intermediate_size

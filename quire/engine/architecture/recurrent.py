@@ -20,7 +20,6 @@ class MatrixStateSpec(SublayerSpec):
     key_dim: int
     value_dim: int
     conv_width: int
-    """Tokens that the convolution sees."""
     norm: NormSpec
 
     @property
@@ -140,7 +139,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     num_groups: int
     result_eps: float
     bias: bool = False
-    """In in_proj only."""
+    """Only in_proj has a bias."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
@@ -222,9 +221,8 @@ class ShortConvSpec(SublayerSpec):
     conv_width: int
     norm: NormSpec
     bias: bool = False
-    """In both linears and the convolution."""
+    """Both linears and the convolution have biases."""
     output_norm: bool = False
-    """Before the residual addition."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

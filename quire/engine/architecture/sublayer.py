@@ -9,7 +9,7 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     dense_parameters: int
-    """Counted per read."""
+    """Excludes lookup tables and routed experts. A parameter counts once per read."""
     head_parameters: int = 0
     """Only sampled tokens are multiplied with them."""
     num_experts: int = 0
@@ -44,7 +44,6 @@ class StepCosts:
         return 2 * self.active_parameters + 4 * self.attention_width * context
 
     def prefill_flops(self, tokens: int) -> int:
-        """Samples only from the last token."""
         body = self.active_parameters - self.head_parameters
         return tokens * 2 * body + 2 * self.head_parameters + 2 * self.attention_width * tokens**2
 
