@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
-"""Only used without safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
 
 

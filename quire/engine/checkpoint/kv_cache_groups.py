@@ -1,7 +1,7 @@
 """Groups layers that share a block table, so that sliding-window layers keep only their window.
 
 All layers of a group have the same window, and all groups the same number of layers, so any block serves any group
-(blocks: Kwon et al., 2023; equal groups: vLLM). No torch, for `quire plan`.
+(blocks: Kwon et al., 2023; equal groups: vLLM).
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ def build_kv_cache_groups(
     """Choose the layers per block that minimize the memory of `max_context` tokens.
 
     One group keeps all tokens if several would save nothing, with `keep_all_tokens`, or if layers keep different
-    states, because not every block could then serve every layer. A layer that reads another layer's blocks joins its
-    group.
+    states, because not every block could then serve every layer.
     """
     kv_source_layers = [
         next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states

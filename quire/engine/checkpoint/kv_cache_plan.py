@@ -16,7 +16,7 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Including scale and offset."""
+"""This includes scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
 """Bytes per head and token for scales, by kv_cache_dtype."""
@@ -24,7 +24,7 @@ MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""Unless state_memory is set."""
+"""state_memory overrides this."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 MIN_BLOCK_BYTES = 256
@@ -36,14 +36,14 @@ MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """In larger steps, even small models take a GPU longer than the host takes to launch kernels."""
 MAX_MIXED_GRAPHS = 32
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
-"""An unmeasured assumption."""
+"""This is an unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
 """An unmeasured assumption. In NCCL before 2.22 (src/enqueue.cc, `uploadWork`), a call takes 512 bytes for each of up
 to 32 channels. Later versions pass collectives as kernel arguments, up to 4 KB.
 """
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
-"""An assumption."""
+"""This is an unmeasured assumption."""
 
 MeminfoReader = Callable[[str], int | None]
 
@@ -211,9 +211,7 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """Fit blocks and context into `available_bytes` - `state_bytes`. A given num_blocks may exceed memory. Raises
-    ConfigError if max_model_len does not fit.
-    """
+    """A given num_blocks may exceed memory. Raises ConfigError if max_model_len does not fit."""
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
     available_blocks = num_blocks
@@ -288,7 +286,7 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """8 GiB if unknown."""
+    """Returns 8 GiB if unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 

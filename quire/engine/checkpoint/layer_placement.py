@@ -1,6 +1,4 @@
-"""Layers per pipeline stage (GPipe: Huang et al., 2019), and layers to stream (kernels/streaming). No torch, for `quire
-plan`.
-"""
+"""Layers per pipeline stage (GPipe: Huang et al., 2019), and layers to stream (kernels/streaming)."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """The fewest layers to stream so that the rest fits. Raises ValueError if the slots alone do not fit."""
+    """The fewest layers to stream. Raises ValueError if the slots alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)

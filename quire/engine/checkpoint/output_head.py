@@ -49,7 +49,7 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """By last name part. Raises ModelError."""
+    """Keys are last name parts. Raises ModelError."""
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):

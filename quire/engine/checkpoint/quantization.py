@@ -26,13 +26,13 @@ _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
 _DOT = re.compile(r"\.")
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
-"""ModelOpt's, next to config.json."""
+"""ModelOpt writes it next to config.json."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
     r"|output_scale|output_zero_point|[kvq]_scale|[kv]_zero_point|prob_output_scale|weight_format|weight_g_idx_static)$"
 )
-"""Scales of activations and KV cache. Kernels compute activation scales per row; the KV cache has the served dtype."""
+"""Kernels compute activation scales per row, and the KV cache has the served dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """Only gpt-oss' experts."""
+    """Accepts only gpt-oss' experts."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 

@@ -1,5 +1,5 @@
 """Finds weight files and reads their headers, in safetensors' (https://huggingface.co/docs/safetensors) or PyTorch's
-format. No torch, for `quire plan`.
+format.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VISION_NAME_PARTS = (
     "image_newline",
 )
 ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Also GGUF's and Granite's names."""
+"""Also matches GGUF's and Granite's names."""
 LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -83,15 +83,15 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Without optional prefixes; None for other tensors."""
+    """Drops optional prefixes. None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """Files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder, because
-    the index may be hostile. Links may lead anywhere.
+    """Files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder. Links may
+    lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)

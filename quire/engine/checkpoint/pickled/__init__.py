@@ -1,5 +1,5 @@
-"""Reads tensor types and shapes of `torch.save` files without torch. A pickle may call anything, so only torch.save's
-few instructions are interpreted.
+"""Reads tensor types and shapes of `torch.save` files. A pickle may call anything, so only torch.save's few
+instructions are interpreted.
 """
 
 from __future__ import annotations

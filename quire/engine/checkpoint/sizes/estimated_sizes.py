@@ -19,7 +19,7 @@ from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
 """MLPs have two linears, and norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""By default with a tied head."""
+"""These also have a tied head by default."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:

@@ -40,13 +40,12 @@ class ModelSizes(DecoderSizes):
     uses_float32_activations: bool
     quantization: str | None
     bits_per_weight: float
-    """With scales; 0 if unquantized."""
+    """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
     notes: tuple[str, ...]
     tower_parameters: int
     """Of image tower and connector; not in `num_parameters`."""
     tower_linear_parameters: int
-    """Those that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
         bits = 8 * bytes_per_value if quantization is None else QUANTIZED_BITS[quantization]
