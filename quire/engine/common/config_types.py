@@ -24,7 +24,6 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """Maps vLLM's other names."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
@@ -73,9 +72,7 @@ class KVEventsConfig(BaseModel):
     buffer_steps: int = Field(10_000, ge=1)
     """Batches kept for replay."""
     hwm: int = Field(100_000, ge=1)
-    """Batches queued for a slow subscriber."""
     max_queue_size: int = Field(100_000, ge=1)
-    """Batches queued for sending."""
     topic: str = ""
     data_parallel_rank: int | None = Field(None, ge=0)
 
@@ -117,7 +114,7 @@ class SpeculativeConfig(BaseModel):
     """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     lookup: LookupMethod | None = None
-    """Continues drafts of a model or heads, and replaces them where its tokens are accepted as often."""
+    """Continues drafts of a model or heads, or replaces them if its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
     """Draft tokens that `lookup` adds to the maximum; default: DEFAULT_LOOKUP_TOKENS."""
 

@@ -71,7 +71,6 @@ class RateLimited(QuireError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
-        """headers: when a retry may succeed."""
         super().__init__(message)
         self.headers = headers
 

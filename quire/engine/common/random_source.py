@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable
 
 randbits: Callable[[int], int] = secrets.randbits
-"""Cryptographically random."""
 
 
 def token_hex(size: int) -> str:

@@ -353,14 +353,13 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     activation: bool | None = None
     """Normalize embeddings, or turn scores into probabilities; None: the model's default."""
     second_segment: int | None = None
-    """Start of the second text."""
 
     def __post_init__(self) -> None:
         _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)
 
 
 def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
-    """NaN fails. Raises InvalidRequest."""
+    """Raises InvalidRequest, also for NaN."""
     if value is None:
         return
     if not ((value > low if is_exclusive else value >= low) and value <= high):

@@ -15,7 +15,7 @@ class SamplingField:
     text: str
     minimum: float | None = None
     maximum: float | None = None
-    """None for either: unbounded."""
+    """None for either bound means unbounded."""
     excludes_minimum: bool = False
     is_copied: bool = True
     has_model_default: bool = False

@@ -22,7 +22,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapter_slot: int = 0
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Without repetition."""
+    """Each image occurs once."""
     cache_salt: str = ""
     """Requests with the same salt share encoder outputs."""
 
@@ -39,14 +39,13 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens `start` to `start + num_tokens` of a slot. The device stores their ids.
+    """Tokens `start` to `start + num_tokens` of a slot, whose ids the device stores.
 
     `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
     samples the next token and writes it to the slot, so that a later step can compute it before the host knows it.
 
     `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at each of their positions. The step
-    returns sampled tokens up to and including the first that differs from its draft. The KV of later drafts is
-    overwritten.
+    returns sampled tokens up to and including the first that differs from its draft.
     """
 
     request_id: str
@@ -101,8 +100,6 @@ class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Before the request's first step."""
-
     request_id: str
     tier: str
     num_tokens: int
@@ -117,14 +114,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """In order, before anything is computed."""
+    """Copies run in order, before anything is computed."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
     adapter_loads: list[tuple[str, float]] = []
     """Adapters' names, and the seconds that requests waited for each."""
     freed_slots: list[int] = []
     slot_copies: list[SlotCopy] = []
-    """Like block_copies."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:

@@ -77,12 +77,11 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The lowest goes first, and is preempted last."""
     tenant: str = ""
     weight: float = 1.0
-    """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """Ascending."""
+    """Spans are ascending."""
     images: tuple[Image, ...] = ()
-    """Without repetition."""
+    """Each image occurs once."""
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
@@ -174,7 +173,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     backend: str
-    """With the reason for the choice."""
+    """Includes the reason for the choice."""
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -189,7 +188,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     quantization: str = ""
     page_groups: int = 1
     rope_context: int | None = None
-    """For RoPE, if it matters."""
+    """Context length that RoPE was chosen for, if it matters."""
     context_pages: int = 1
     """The most blocks of a full context. This and the statistics count per KV cache group, num_blocks over all
     `page_groups`.
