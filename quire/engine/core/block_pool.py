@@ -45,7 +45,7 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """NumPy reads them."""
+        """NumPy reads these counts."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()

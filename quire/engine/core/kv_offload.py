@@ -13,7 +13,6 @@ from quire.engine.core.stats import TierStats
 class KVOffloader(ABC):
     capacity_text: str
     load_seconds: float
-    """How long requests waited for loads."""
 
     @property
     @abstractmethod

@@ -1,6 +1,4 @@
-"""Timelines of requests and steps, in the client's process, so that they outlive engines. Requests share step
-records.
-"""
+"""Timelines of requests and steps, in the client's process, so that they outlive engines."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change; waiting for
-the last output.
+"""The client adds: a repeated prefill; waiting for an engine after a crash, sleep or weight change; waiting for the
+last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
@@ -92,7 +90,6 @@ class Timeline:
     accepted_by_source: list[int] = field(default_factory=list)
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """0 before the first."""
     ended_at: float | None = None
     finish_reason: str | None = None
 

@@ -29,7 +29,7 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """Of the last covered block."""
+    """The snapshot covers all blocks up to this one."""
     slot: int
 
 

@@ -42,7 +42,6 @@ class _Counters(msgspec.Struct, array_like=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
-    """By position in the draft."""
     draft_tokens_by_source: list[int] = []
     """Indexed like DRAFT_SOURCES."""
     accepted_by_source: list[int] = []
@@ -66,7 +65,6 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     saved_blocks: int = 0
     tiers: list[TierStats] = []
     load_seconds: float = 0.0
-    """Time that requests waited for tiers."""
     pages_lost: int = 0
     prefix_unit: int = 0
     """Cached prefixes are multiples of this many tokens; 0: cache off."""
@@ -153,7 +151,6 @@ class RequestView(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
-    """Includes the step in flight."""
     output_tokens: int
     limit: int
     blocks: int
@@ -180,9 +177,7 @@ class MemoryView(msgspec.Struct, frozen=True):
     weights: int
     kv: int
     activations: int
-    """On a GPU, the rest of PyTorch's allocator. On the host, the process's growth since it was ready, without KV
-    blocks.
-    """
+    """On a GPU, the rest of PyTorch's allocator. On the host, the process's growth since it was ready."""
     runtime: int
     """On a GPU, CUDA's own memory and other programs. On the host, Python and libraries."""
     others: int
@@ -204,8 +199,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times are in seconds of time.monotonic(), one clock for all processes. Fields must not be tracked by the garbage
-    collector: with 100,000 records, it held up the event loop for milliseconds.
+    """Times are in seconds of time.monotonic(). Fields must not be tracked by the garbage collector: with 100,000
+    records, it held up the event loop for milliseconds.
     """
 
     number: int

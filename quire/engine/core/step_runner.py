@@ -25,8 +25,8 @@ class _LaunchedStep:
 
 class StepRunner:
     """`steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
-    condition is found one step late. If a request needs its tokens on the host, the oldest step is applied first,
-    because the request would otherwise miss every other step.
+    condition is found one step late. If a request needs its tokens on the host, the oldest step is applied first.
+    Otherwise the request would miss every other step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:

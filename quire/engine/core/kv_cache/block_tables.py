@@ -41,8 +41,8 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """A step in flight may still read freed blocks, but their next owner writes later, or in layers already read.
-        Rejected drafts never lead back before their step's first token.
+        """A step in flight may still read freed blocks, but their next owner writes later. Rejected drafts never lead
+        back before their step's first token.
         """
         for group, window in self.windowed_groups:
             first, last = (

@@ -23,7 +23,7 @@ class PrefixCacheEvents:
         return events
 
     def record_stored(self, request: Request, index: int, digest: bytes, group: int) -> None:
-        """`index`: in blocks of `hash_block_size` tokens."""
+        """`index` counts blocks of `hash_block_size` tokens."""
         size = self._hash_block_size
         token_ids = list(request.token_ids[index * size : (index + 1) * size])
         group_idx = group or None
