@@ -1,5 +1,5 @@
 """Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. Bits stay
-equal, because kernels compute tokens independently.
+equal.
 """
 
 from __future__ import annotations
