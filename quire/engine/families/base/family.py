@@ -56,7 +56,6 @@ class DecoderFamily(ModelFamily):
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Replaces the MLP."""
     decoder: SpecFields = field(default_factory=dict)
 
     weight_names: WeightNames = field(default_factory=WeightNames)

@@ -24,9 +24,7 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_conv_bias": True,
 }
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
-"""Parts of a checkpoint's in_proj: z and x (heads * head size rows each), b and c (groups * state size each), dt
-(heads).
-"""
+"""Rows of a checkpoint's in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (heads)."""
 _LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 

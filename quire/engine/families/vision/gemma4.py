@@ -120,7 +120,7 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
 class PooledLayout(ImageLayout):
     vision: Gemma4VisionSpec
     columns: int
-    """In tokens, like `rows`."""
+    """Counts tokens, like `rows`."""
     rows: int
 
     @property

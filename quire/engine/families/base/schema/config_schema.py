@@ -337,7 +337,7 @@ class TransformersConfigFields(PlanConfigFields, total=False):
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """Bounds are SamplingParams'."""
+    """The bounds are those of SamplingParams."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

@@ -95,7 +95,7 @@ class SizeFields(TypedDict, total=False):
 
 
 class PreprocessorFields(TypedDict, total=False):
-    """From preprocessor_config.json, or image_processor of processor_config.json."""
+    """These come from preprocessor_config.json, or image_processor of processor_config.json."""
 
     do_image_splitting: bool | None
     do_normalize: bool | None

@@ -76,7 +76,6 @@ class VisionSpec(ABC):
     tower_shape: TowerShape
     normalization: PixelNormalization
     resample_filter: int
-    """Pillow's filter number."""
     image_token_id: int
 
     @property
