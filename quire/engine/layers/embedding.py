@@ -69,7 +69,6 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
-        """float32 logits of this rank's vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 

@@ -1,6 +1,4 @@
-"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch, because a server refuses an
-adapter before its engine sees it.
-"""
+"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch."""
 
 from __future__ import annotations
 

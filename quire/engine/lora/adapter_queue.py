@@ -16,7 +16,7 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
-"""An idle engine then checks for messages."""
+"""After this an idle engine checks for messages."""
 
 
 @dataclass(slots=True)

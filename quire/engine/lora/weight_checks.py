@@ -69,7 +69,7 @@ def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
 
 
 def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
-    """Up to bfloat16 rounding (8 mantissa bits)."""
+    """Allows for bfloat16 rounding (8 mantissa bits)."""
     numbers, others = _read_numbers(first), _read_numbers(second)
     if numbers is None or others is None or len(numbers) != len(others):
         return False

@@ -24,7 +24,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class GPTQFormat(LinearFormat):
-    """Words along inputs; zero points: along outputs."""
+    """Codes lie along inputs in 32-bit words, zero points along outputs."""
 
     weight_format: WeightFormat
     has_group_index: bool
@@ -52,7 +52,7 @@ class GPTQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class AWQFormat(LinearFormat):
-    """Words along outputs."""
+    """Codes lie along outputs in 32-bit words."""
 
     weight_format: WeightFormat
 
