@@ -217,7 +217,6 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
-        """In all layers of all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages

@@ -1,6 +1,4 @@
-"""A draft head computes a state per position from the model's hidden states, and predicts the token after next
-from it.
-"""
+"""A draft head computes a state per position from the model's hidden states, and predicts the token after next."""
 
 from __future__ import annotations
 

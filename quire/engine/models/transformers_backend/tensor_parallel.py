@@ -1,6 +1,4 @@
-"""Tensor parallelism by a class's own plan (base_model_tp_plan) for linears, experts and per-head parameters.
-Everything else is replicated.
-"""
+"""Tensor parallelism by a class's own plan (base_model_tp_plan)."""
 
 from __future__ import annotations
 
