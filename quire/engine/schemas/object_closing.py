@@ -294,9 +294,7 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """`rest`: no other schema names properties that are additional here. `lists`: no other schema describes the
-        same items.
-        """
+        """`rest`: no other schema names properties that are additional here. `lists`: the same for items."""
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
 

@@ -35,7 +35,7 @@ class ConditionalKeywords:
         return len(self._seen_ids)
 
     def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
-        """`asserted`: schemas must hold."""
+        """`asserted` schemas must hold."""
         for keyword in ("if", "not"):
             self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):

@@ -36,8 +36,7 @@ def load_settings(
     """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
 
     `origin` names an explicit value's source in errors. `other_settings`: further settings that variables may set;
-    None: any that do not resemble one of the model's. Raises ConfigError in one line with each bad value's key and
-    source.
+    None: any that do not resemble one of the model's. Raises ConfigError naming each bad value's key and source.
     """
     _check_environment_variables(model, other_settings)
     sources = [
