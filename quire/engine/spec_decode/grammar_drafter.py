@@ -31,7 +31,7 @@ class _GrammarState:
     """None if it cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """May have thousands of tokens."""
+    """The run may have thousands of tokens."""
     num_matched: int = 0
     num_from_source: int = 0
 

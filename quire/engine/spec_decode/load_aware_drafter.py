@@ -1,6 +1,4 @@
-"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. Other requests only
-probe now and then.
-"""
+"""Under load only nearly certain drafts pay: those after long matches. Other requests only probe now and then."""
 
 from __future__ import annotations
 

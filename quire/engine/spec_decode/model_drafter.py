@@ -45,7 +45,7 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """All were known when computed."""
+    """All tokens were known when computed."""
     drafts: list[int]
     block_ids: list[int]
     """The request's own list, which preemption replaces."""
