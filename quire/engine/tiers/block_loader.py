@@ -22,9 +22,9 @@ log = logging.getLogger("quire.tiers")
 
 _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
-"""Then the request computes its blocks instead."""
+"""After this the request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""Then an idle engine looks for messages."""
+"""After this an idle engine looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
@@ -33,7 +33,7 @@ PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
 class IncomingSnapshot(NamedTuple):
     slot: int
     digest: bytes
-    """Of the block that the snapshot follows."""
+    """The snapshot follows this block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class BlockLoad:
     snapshot: IncomingSnapshot | None = None
     has_snapshot: bool = False
     num_filled: int = 0
-    """Leading `blocks` that have arrived."""
+    """The first `num_filled` of `blocks` have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
     is_running: bool = False
     ended_at: float = 0.0

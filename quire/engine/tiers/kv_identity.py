@@ -25,7 +25,7 @@ log = logging.getLogger("quire.tiers")
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 _MIN_SAMPLES_PER_FILE = 16
-"""Even if the total then exceeds _NUM_SAMPLES."""
+"""This holds even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
 _THREADS = 4
 _HASHES_FILE = "weights.json"

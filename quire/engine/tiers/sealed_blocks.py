@@ -1,5 +1,5 @@
-"""Blocks outside the engine's memory have a header: identity (kv_identity.py), hash, length and checksum. Damaged or
-foreign blocks are misses.
+"""Blocks outside the engine's memory have a header: identity, hash, length and checksum. Damaged or foreign blocks are
+misses.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class TieredKVOffloader(KVOffloader):
         state_mover: BlockMover | None = None,
         transfer_options: TransferOptions | None = None,
     ) -> None:
-        """`tiers`: nearest first."""
+        """`tiers` begin with the nearest."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
         self.load_seconds = 0.0
