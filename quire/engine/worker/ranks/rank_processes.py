@@ -84,7 +84,6 @@ class MultiProcessRanks(RankGroup):
     """
 
     setting: str
-    """Setting that asks for these processes."""
     process_noun: str
     can_share_memory = True
     stop_seconds = STOP_SECONDS
@@ -256,7 +255,7 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Bytes for all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
+        """For all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
         connections fail.
         """
         others = self.call_followers(RankMethods.measure_memory)

@@ -48,7 +48,6 @@ class JoinRequest(msgspec.Struct, frozen=True):
     ranks: int
     node: int
     place: int
-    """Index on its machine."""
     pid: int
     host: str
     reply: str
@@ -58,7 +57,7 @@ class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
     """"" if accepted."""
     final: bool = True
-    """Do not retry."""
+    """If True, the rank must not retry."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True):
@@ -153,8 +152,6 @@ class RemoteRank:
 
 
 class NodeRendezvous:
-    """`store`: where ranks meet."""
-
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
         """Raises ConfigError if it cannot listen, and ModelError."""
         self._config, self._silence = config, silence

@@ -24,7 +24,7 @@ _MAX_EXPONENT = 64
 _MAX_PENALTY = 1e30
 _NO_TOKEN = -1
 _FACTOR, _MIX_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
-"""Odd, otherwise arbitrary."""
+"""The factors are odd, otherwise arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def make_dry_rule(params: SamplingParams) -> DryRule | None:
 
 
 def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Modulo 2**64, in which int64 wraps."""
+    """Hashes are modulo 2**64, in which int64 wraps."""
     tokens = np.array(sequences, dtype=np.int64)
     return (_mix(tokens) * _list_powers(_FACTOR, tokens.shape[1])).sum(1)
 

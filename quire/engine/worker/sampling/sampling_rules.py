@@ -24,7 +24,7 @@ class RequestSamplingRules:
     num_logprobs: int | None
     """Tokens reported in addition to the sampled one; None: none at all."""
     logprob_token_ids: np.ndarray | None
-    """int64. These replace the most likely tokens."""
+    """int64. These ids replace the most likely tokens."""
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
@@ -112,7 +112,6 @@ class SamplingRow(NamedTuple):
     rules: RequestSamplingRules
     seed: int
     position: int
-    """The sampled token's."""
     num_prompt_tokens: int
     token_table: Tensor
     """[slots, max tokens] int32, on the logits' device."""

@@ -39,7 +39,7 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """Those that the grammar has followed."""
+    """The grammar has followed these tokens."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
