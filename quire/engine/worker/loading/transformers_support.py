@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Prompt tokens."""
+"""Lengths of the prompts, in tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
 """Largest difference due to rounding, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
