@@ -86,8 +86,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound before weights are loaded, at least one block. Per-position tables must not grow with config.json's
-    claims. `token_bytes`: of all layers.
+    """Upper bound before weights are loaded. Per-position tables must not grow with config.json's claims.
+    `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -237,9 +237,8 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """Stacks tensors of one kind as [tensors, blocks, ...], so that one operation covers a block in all layers.
-    Uninitialized on the host, where Linux gives untouched memory for free. Elsewhere zeroed, because kernels read
-    unwritten blocks before a window with weight 0.
+    """Stacks tensors of one kind as [tensors, blocks, ...], so that one operation covers a block in all layers. Zeroed
+    except on the host, because kernels read unwritten blocks before a window with weight 0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -271,7 +270,6 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
 
 
 def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
-    """`own_range`: this rank's tokens."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
     for each in tensors:
         end = count * each.shape[2] // len(own_range)
@@ -377,7 +375,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
-    """`backend`: None for encoders."""
+    """`backend` is None for encoders."""
     advice = (
         "serve a smaller model"
         if backend is None
@@ -388,7 +386,6 @@ def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextMan
 
 
 def _smaller_weights_advice(*, keeps_weights_quantized: bool) -> str:
-    """Backends in plain PyTorch expand quantized weights."""
     if keeps_weights_quantized:
         return "use --quantization int4 or a smaller model"
     return "serve a smaller model (--quantization saves no memory with this attention backend)"

@@ -49,7 +49,7 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""From NVIDIA's minor version compatibility table."""
+"""NVIDIA's minor version compatibility table has these."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
 first product.

@@ -27,7 +27,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """At R sampled positions."""
+    """States at R sampled positions."""
 
     sample_hidden: Tensor  # [R, hidden]
     all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
@@ -41,7 +41,6 @@ class HiddenStates:
 class _SlotStateSpan:
     new_request: NewRequestData
     first_num_tokens: int
-    """Tokens before the first sample."""
     num_states: int
 
 
@@ -124,7 +123,7 @@ class DraftHeadRunner:
 
     @torch.inference_mode()
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """No tokens for rows with outdated states."""
+        """Rows with outdated states get no tokens."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
             index

@@ -21,7 +21,7 @@ def warm_up_runner(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """Compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture graphs, decodes
-    first, until `seconds` are over. No capture is cut short, and idle moments capture the rest. Return notes.
+    first, until `seconds` are over. Idle moments capture the rest. Return notes.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return []

@@ -28,7 +28,7 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 class ActivationRange:
     norm: str
     offset: float
-    """Added to the norm's weights."""
+    """This is added to the norm's weights."""
     linears: tuple[str, ...]
     max_abs: Tensor
     """[in] float32: largest absolute inputs."""

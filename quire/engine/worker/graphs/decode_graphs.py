@@ -24,7 +24,6 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Rows, up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
 """In tokens. Each further graph allows four times more. Kernels split work by a graph's longest context, so one graph
 for all contexts would be slow for short ones.

@@ -21,7 +21,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
 """(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, which are
-also stored. Restricted like a DecodeFunction.
+also stored.
 """
 AdvanceFunction = Callable[[Tensor, int], Tensor]
 """(rows, max blocks) to states [B, hidden], which are also stored."""

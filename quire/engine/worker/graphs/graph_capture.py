@@ -32,7 +32,7 @@ class CapturedGraph:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """The next step overwrites them."""
+    """The next step overwrites these tensors."""
 
     sample_hidden: Tensor  # [R, width]
     all_hidden: Tensor | None  # [T, width] in batch order; None if not needed
@@ -43,8 +43,8 @@ class GraphOutputs:
 
 
 class GraphSet(Generic[GraphKey]):
-    """Ranks capture in the same order, and use no graph that failed on one of them. A rank that replays and one that
-    runs eagerly might wait for each other's collectives.
+    """Ranks capture in the same order, and use no graph that failed on one of them. Otherwise ranks might wait for each
+    other's collectives.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:

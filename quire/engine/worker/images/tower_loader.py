@@ -29,8 +29,8 @@ from quire.kernels.probes.encoder_probe import EncoderProbe
 _MAX_SIDE_PIXELS = 5000
 """Decoding allows no larger square."""
 _NUMBERS_PER_PATCH = 20
-"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values. KV blocks store
-keys and values too, with room for four windows, which flash-attn needs.
+"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values, and KV blocks with
+room for four windows, which flash-attn needs.
 """
 
 

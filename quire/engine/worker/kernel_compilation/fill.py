@@ -33,7 +33,7 @@ from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
 _BLOCK_SIZES = (16, 128, 256)
-"""For Triton, flash-attn 4, and other backends."""
+"""These are for Triton, flash-attn 4, and other backends."""
 _CONTEXT_TOKENS = 8192
 """Longer contexts add no variants."""
 _LARGE_GPU_BYTES = 40 * 2**30
@@ -80,7 +80,7 @@ def read_common_models() -> list[ModelConfig]:
 
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
-    """In bfloat16, on meta tensors."""
+    """Runs in bfloat16, on meta tensors."""
     backend = TritonBackend()
     dtype = torch.bfloat16
     config = EngineConfig()

@@ -14,7 +14,7 @@ from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
-"""From fill.py in the Dockerfile."""
+"""fill.py in the Dockerfile makes these."""
 
 
 COMPILE_LOCK = "quire-compile.lock"
@@ -51,9 +51,8 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock in steps that compile kernels. Replicas that start together then compile each kernel once.
-    `progress` is called during the wait. On file systems without locks nobody waits. The system frees the lock of a
-    process that ends.
+    """Hold the lock in steps that compile kernels, so that replicas which start together compile each kernel once.
+    `progress` is called during the wait. On file systems without locks nobody waits.
     """
     lock: int | None = None
     with suppress(OSError):

@@ -27,7 +27,7 @@ _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Counts only new kinds."""
+    """Counts only newly compiled variants."""
 
     num_compiled: int = 0
     num_failed: int = 0

@@ -32,11 +32,8 @@ class StartedWorker:
     get_grammar_compiler: Callable[[], GrammarCompiler]
     expected_weights: ExpectedWeights
     steps_ahead: int = 0
-    """Steps in flight while the next is scheduled. A CPU step occupies the host, so running ahead helps only pipelines,
-    and delays every token by a step.
-    """
+    """A CPU step occupies the host, so running ahead helps only pipelines, and delays every token by a step."""
     micro_batches: int = 1
-    """Steps that keep all pipeline stages busy."""
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
     collective_rpc: CollectiveRPC | None = None

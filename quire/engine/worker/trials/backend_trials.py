@@ -53,8 +53,8 @@ def choose_trials(
     spec: DecoderSpec,
     child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
-    """The trials run decodes in a CUDA graph, then without graphs. `child_trials`: for libraries; None: they are tried
-    in this process too.
+    """The trials run decodes in a CUDA graph, then without graphs. Without `child_trials`, libraries are tried in this
+    process.
     """
     if device.type == "cpu":
         return []
