@@ -1,6 +1,4 @@
-"""The engine core: scheduler, executor and step runner. Only this module, engine_core_process.py and engine_builder
-import both the torch-free half and the worker.
-"""
+"""Only this module, engine_core_process.py and engine_builder import both the torch-free half and the worker."""
 
 from __future__ import annotations
 

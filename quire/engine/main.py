@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 def block_fault_signals() -> None:
     """Let other processes' FAULT_SIGNALS wait for `start_fault_signal_reporter`.
 
-    Call before other threads start, because they inherit the mask. A fault of this process still ends it, because the
-    kernel does not block signals raised by its own instructions.
+    Call before other threads start, because they inherit the mask. A fault of this process still ends it.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)

@@ -4,7 +4,7 @@ import ctypes
 
 
 class _MallInfo2(ctypes.Structure):
-    """glibc's struct mallinfo2."""
+    """This is glibc's struct mallinfo2."""
 
     _fields_ = [
         *((f"unused{number}", ctypes.c_size_t) for number in range(4)),

@@ -16,7 +16,7 @@ MemoryMeter = Callable[[], MemoryView | None]
 
 def make_memory_meter(info: EngineInfo, world_size: int) -> MemoryMeter:
     """Call when the engine is ready, because everything then in RAM counts as weights and libraries. The meter returns
-    None for devices that do not report their memory, and for an engine of several processes.
+    None for unsupported devices, and for an engine of several processes.
     """
     if world_size > 1:
         return lambda: None
