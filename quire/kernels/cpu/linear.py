@@ -15,7 +15,7 @@ class CompiledLinearBase:
     def __init__(
         self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
     ) -> None:
-        """dtype: of x, and of the result unless `linear.wide` (float32)."""
+        """`dtype`: type of x, and of the result unless `linear.wide` (float32)."""
         self.native = linear
         self.out_features, self.in_features = linear.outs, linear.in_
         self.dtype = dtype

@@ -184,11 +184,11 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """As if the OS had no memory for these pages."""
+        """Makes the OS drop these pages, for measurements."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Whether the next layer's experts are prefetched before they are chosen."""
+        """Chooses, for measurements, whether the next layer's experts are prefetched before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -271,7 +271,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Of this process; 0 if the OS does not report them."""
+    """Counts reads of this process; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:
