@@ -183,9 +183,9 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T * HEADS];
-    filled [BLOCK_M, D_PAD]: mask of real elements. The tile needs keys `begin` to `end`; every query sees those before
-    `full`, unless a window hides them.
+    """Returns (sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T *
+    HEADS]. filled [BLOCK_M, D_PAD]: mask of real elements. The tile needs keys `begin` to `end`. Every query sees those
+    before `full`, unless a window hides them.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -18,7 +18,7 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
-"""Of the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
+"""Minimum for the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -40,7 +40,7 @@ _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_STEPS = 4
-"""In each part of a split inner dimension."""
+"""Each part of a split inner dimension has at least as many steps."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):

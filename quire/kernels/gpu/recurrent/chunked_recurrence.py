@@ -30,8 +30,8 @@ to 218 of its 227 KB of shared memory.
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """Only on Hopper, because other GPUs have less shared memory or other products, and are untested. A decay per row
-    would need other products. longest: tokens.
+    """True only on Hopper, because other GPUs have less shared memory or other products, and are untested. A decay per
+    row would need other products. longest: tokens.
     """
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     able = able and not (isinstance(rule, DeltaRule) and rule.has_row_decay)

@@ -61,7 +61,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Runs after all programs have read those of the previous step."""
+    """Runs after all programs have read the draft inputs of the previous step."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
