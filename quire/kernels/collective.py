@@ -48,7 +48,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Inside, methods return the right shapes without other ranks, for `dry_run_for_variants`."""
+        """Within this context, methods return the right shapes without other ranks, for `dry_run_for_variants`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -30,7 +30,7 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Per head and token."""
+    """Counts elements per head and token."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 

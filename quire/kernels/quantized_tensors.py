@@ -127,7 +127,7 @@ class RoundedActivations:
     """float32, in the layout of `rounding`."""
     rounding: ActivationRounding
     dtype: torch.dtype
-    """Of x before rounding, and of the linears' results."""
+    """Type of x before rounding, and of the linears' results."""
     unrounded: Tensor | None
 
     def __len__(self) -> int:
