@@ -10,7 +10,7 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Of MTP layers only: norms of both inputs, the linear that joins them, and the last norm."""
+"""Only MTP layers have these: norms of both inputs, the linear that joins them, and the last norm."""
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
 

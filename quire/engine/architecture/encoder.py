@@ -77,7 +77,7 @@ class EncoderSpec:
     has_first_layer_norm: bool = False
     has_rms_norms: bool = False
     metadata_groups: tuple[int, ...] = ()
-    """Per layer; (): 0 for all."""
+    """One per layer; () means 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
     """Attention includes the padding."""

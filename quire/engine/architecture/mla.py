@@ -32,7 +32,7 @@ class MLALayerSpec(SublayerSpec):
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """Of o_proj and the linears that make latents."""
+    """o_proj and the linears that make latents have biases."""
 
     @property
     def head_dim(self) -> int:

@@ -104,7 +104,7 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Only linears that every token uses; excludes the shared expert's gate."""
+        """Lists only linears that every token uses, except the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
