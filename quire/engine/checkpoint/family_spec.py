@@ -80,7 +80,7 @@ def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
 def build_eagle_spec(
     model: ModelConfig, num_target_layers: int, tensor_names: Collection[str] = (), *, is_eagle3: bool
 ) -> EagleSpec:
-    """`num_target_layers`: of the served decoder. Raises ModelError."""
+    """`num_target_layers` counts the served decoder's layers. Raises ModelError."""
     if (activation := model.raw.get("hidden_act")) not in (None, "silu"):
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a head")
     eagle3_fields: dict[str, Any] = {}

@@ -154,12 +154,12 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """In bytes."""
+    """Returns bytes."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """In bytes. `utilization`: share of `total` to be used in the end."""
+    """Returns bytes. `utilization`: share of `total` to be used in the end."""
     return max(int(free - total * (1 - utilization)), 0)
 
 

@@ -43,7 +43,7 @@ class WeightFormat:
     group_size: int = 0
     """Inputs per scale; 0: all."""
     zero_point_offset: int = 0
-    """Added to stored zero points. GPTQ's first version stores one less."""
+    """This is added to stored zero points, because GPTQ's first version stores one less."""
     is_symmetric: bool = True
     scale_strategy: str = "channel"
     """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups with one more

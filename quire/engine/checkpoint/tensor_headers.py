@@ -72,7 +72,7 @@ class CheckpointSize(NamedTuple):
 
 
 def text_tensor_name(name: str) -> str | None:
-    """None for tensors of image towers and MTP heads."""
+    """Name in a text-only model; None for tensors of image towers and MTP heads."""
     if name.startswith(_NON_TEXT_PREFIXES) or any(part in name for part in _VISION_NAME_PARTS):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")

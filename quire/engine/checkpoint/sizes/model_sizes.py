@@ -44,7 +44,7 @@ class ModelSizes(DecoderSizes):
     unsupported_reasons: tuple[str, ...]
     notes: tuple[str, ...]
     tower_parameters: int
-    """Of image tower and connector; not in `num_parameters`."""
+    """Counts image tower and connector, which are not in `num_parameters`."""
     tower_linear_parameters: int
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
