@@ -11,7 +11,7 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings together. Each is compared with text held back."""
+"""Limits all stop strings together, because each is compared with text held back."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
 """Number and length of DRY's sequence breakers (llama.cpp's limit)."""
 

@@ -105,7 +105,7 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     began_at: float
     ended_at: float
-    """In seconds of time.monotonic()."""
+    """Times are in seconds of time.monotonic()."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -47,7 +47,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     original: tuple[int, int] | None = None
     """(height, width) before resizing, if features depend on it."""
     encoder_cost: int = 1
-    """In tokens of step budgets (VisionSpec.encoder_cost)."""
+    """Counts tokens of step budgets (VisionSpec.encoder_cost)."""
 
     @classmethod
     def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
