@@ -9,7 +9,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 
 def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView | None:
-    """Of the machine, or of the process's control group. None if unknown."""
+    """Divides the memory of the machine, or of the process's control group. None if unknown."""
     total = total_host_bytes()
     if total is None or not resident_at_start:
         return None

@@ -68,7 +68,7 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """With the tenant, because tenants may share blocks."""
+        """Keys include the tenant, because tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, Session] = {}

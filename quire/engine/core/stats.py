@@ -71,7 +71,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0
-    """Only on the first rank, with weights on disk (OffloadCounts)."""
+    """Only the first rank counts, with weights on disk (OffloadCounts)."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0

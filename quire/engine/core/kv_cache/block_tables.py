@@ -30,7 +30,7 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """To compute all tokens after `cached`. Includes reuse of blocks that leave a window."""
+        """Blocks to compute all tokens after `cached`, with reuse of blocks that leave a window."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
