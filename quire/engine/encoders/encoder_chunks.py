@@ -33,7 +33,7 @@ def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
 
 
 def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
-    """In the unit of VisionSpec.encoder_cost."""
+    """Costs have the unit of VisionSpec.encoder_cost."""
     return tokens * (1 + num_visible / (4 * hidden))
 
 
