@@ -35,7 +35,7 @@ _DENSE_MODULES = {
     for module in ("mlp", "block_sparse_moe")
     for name in ("gate", "up", "down")
 }
-"""In layers without experts; transformers saves them under the experts' name."""
+"""transformers saves MLPs of layers without experts under the experts' name."""
 
 
 def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:

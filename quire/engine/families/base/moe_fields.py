@@ -32,7 +32,7 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""As in DeepSeek-V3 (2024): sigmoid weights; groups are ranked by their two best experts."""
+"""DeepSeek-V3 (2024) has sigmoid weights, and ranks groups by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
@@ -141,7 +141,7 @@ GROUPED_MOE = moe_reader(
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""As in Qwen: the sigmoid of a linear with one output scales the shared expert's output."""
+"""Qwen scales the shared expert's output by the sigmoid of a linear with one output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
