@@ -22,7 +22,7 @@ _IMPOSSIBLE_LOGIT = -1e30
 
 
 class EagleHead(TransformerHead):
-    """Without norms before the first attention and at the end. Uses the decoder's embedding and head."""
+    """Has no norms before the first attention and at the end. Uses the decoder's embedding and head."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         super().__init__(spec, scheme, decoder, backend)
