@@ -84,7 +84,7 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
-        """That each token and all before it are accepted."""
+        """Probability that each token and all before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
@@ -129,7 +129,7 @@ class AdaptiveLengthDrafter(TrackingDrafter):
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: of drafting a token for every request. None: drafting is free, and lengths are chosen
+        """`draft_costs`: costs of drafting a token for every request. None: drafting is free, and lengths are chosen
         afterwards.
         """
         super().__init__(drafter, max_drafts, step_costs)
@@ -182,7 +182,8 @@ def choose_draft_lengths(
 ) -> list[int]:
     """Maximize tokens per second of a step with `num_step_tokens` other tokens.
 
-    `probabilities`: that each draft token and all before it are accepted. `token_seconds`: time to draft one.
+    `probabilities`: for each draft token, the probability that it and all before it are accepted. `token_seconds`: time
+    to draft one.
     """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),

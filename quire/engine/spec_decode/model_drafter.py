@@ -45,7 +45,7 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """All tokens were known when computed."""
+    """Number of leading tokens that are computed. All were known at that time."""
     drafts: list[int]
     block_ids: list[int]
     """The request's own list, which preemption replaces."""
@@ -184,7 +184,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """Without logprobs and grammar, which would have to follow drafts that may be wrong."""
+    """Drops logprobs, and the grammar, which would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

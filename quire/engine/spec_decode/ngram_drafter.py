@@ -87,7 +87,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """After the end of the text and of `drafted`, starts over, because the text may be repeating."""
+    """Starts over after the end of the text and of `drafted`, because the text may be repeating."""
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:

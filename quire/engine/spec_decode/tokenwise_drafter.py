@@ -76,10 +76,10 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
         spent_seconds: float,
         num_step_tokens: int,
     ) -> list[int]:
-        """Drafts for which one more token raises tokens per second.
+        """Chooses drafts for which one more token raises tokens per second.
 
-        `last_probabilities`: that each whole draft is accepted; 0 if it must not grow. `spent_seconds`: drafting time
-        so far.
+        `last_probabilities`: the probability that each whole draft is accepted; 0 if it must not grow. `spent_seconds`:
+        drafting time so far.
         """
         gains = [
             (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)
