@@ -38,7 +38,7 @@ class RequestSamplingRules:
     """Repetition, presence, frequency."""
     dry: DryRule | None
     has_rare_filters: bool
-    """Then rare_filters.py applies all filters, and the kernels none."""
+    """If True, rare_filters.py applies all filters, and the kernels none."""
 
     @property
     def can_ban_all_tokens(self) -> bool:

@@ -69,7 +69,7 @@ class SlotGrammars:
         self._failures: dict[int, RequestFailure] = {}
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """In a thread, because loading takes a second for 150,000 tokens and would stall streams."""
+        """Loads in a thread, because this takes a second for 150,000 tokens and would stall streams."""
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
