@@ -22,7 +22,7 @@ class LoadedModel:
     adapter_slots: AdapterManager | None
     quantization: str
     read_bytes: int
-    """Of the weights in files, before online quantization."""
+    """Counts the weights in files, before online quantization."""
     kv_groups: KVCacheGroups
 
 
