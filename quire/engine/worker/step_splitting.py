@@ -18,7 +18,7 @@ from quire.kernels.collective import Collective
 log = logging.getLogger("quire.engine")
 
 _STEPS_UNTIL_RETRY = 500
-"""Then a whole step is tried again, because other programs may have freed memory."""
+"""After this many split steps a whole one is tried, because other programs may have freed memory."""
 
 
 class StepSplitter:

@@ -78,7 +78,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """As full prompts (for MLA) and with drafts (for recurrent states)."""
+    """Returns the inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()
