@@ -38,7 +38,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """None for other names, such as paths. Raises ModelError for other URLs."""
+    """None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest

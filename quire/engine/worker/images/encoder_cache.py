@@ -17,7 +17,7 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""Tenants with other salts cannot tell by timing that an image is cached."""
+"""(salt, digest). Tenants with other salts cannot tell by timing that an image is cached."""
 
 
 class _PartialEncoding:

@@ -56,7 +56,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: batch-invariant. products: PyTorch's, for many rows, by part."""
+        """fixed: batch-invariant. products: PyTorch's products for many rows, by part."""
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
